@@ -1,0 +1,1 @@
+"""The engine: requests in, token ids out. Scheduling is pure; one coroutine drives the steps."""

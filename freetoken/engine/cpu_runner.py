@@ -1,0 +1,132 @@
+"""Steps on the CPU: torch and native kernels in one named thread, finished steps announced through
+a Completion.
+
+The thread is the only one that touches the decoder, the KV tensors and the sampler. The loop hands
+it planned steps through a queue and never waits for it but through the completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+from freetoken.engine.sampler import Sampler
+from freetoken.models.decoder import Decoder
+
+from freetoken.device.completion import Completion
+from freetoken.engine.request import Chunk, Sampled, Sequence, StepResult
+from freetoken.engine.step_input import build_step
+from freetoken.errors import DeviceError
+from freetoken.kvcache.pool import KvPool
+
+_STEP_LIMIT_S = 1800.0
+"""No step takes longer: the largest prefill chunk of a 100B model on two old cores is under 10
+minutes.
+"""
+
+
+@dataclass(slots=True)
+class _Work:
+    number: int
+    chunks: Seq[Chunk]
+    fresh: list[tuple[int, list[int], list[int]]] = field(
+        default_factory=list[tuple[int, list[int], list[int]]]
+    )
+    """Slots that changed hands with this step: slot, prompt tokens, tokens generated before (after
+    a preemption).
+    """
+
+
+class CpuRunner:
+    """Owns the runner thread. Made inside the running loop; `close` joins the thread."""
+
+    depth = 2
+
+    def __init__(
+        self, decoder: Decoder, kv: KvPool, sampler: Sampler, max_running: int, page_tokens: int
+    ) -> None:
+        self._decoder = decoder
+        self._kv = kv
+        self._sampler = sampler
+        self._page_tokens = page_tokens
+        self._last_ids = torch.zeros(max_running, dtype=torch.int64)
+        self._owners: list[Sequence | None] = [None] * max_running
+        self._completion = Completion()
+        self._results: dict[int, StepResult | Exception] = {}
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="freetoken-runner", daemon=True)
+        self._thread.start()
+
+    def launch(self, number: int, chunks: Seq[Chunk]) -> None:
+        work = _Work(number, chunks)
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if self._owners[sequence.slot] is not sequence:
+                self._owners[sequence.slot] = sequence
+                prompt, said = (
+                    sequence.tokens[: sequence.num_prompt],
+                    sequence.tokens[sequence.num_prompt :],
+                )
+                work.fresh.append((sequence.slot, prompt, said))
+        self._queue.put(work)
+
+    async def wait(self, number: int) -> StepResult:
+        try:
+            await self._completion.wait(number, _STEP_LIMIT_S)
+        except TimeoutError:
+            raise DeviceError(
+                f"step {number} did not end within {_STEP_LIMIT_S:.0f} s; the runner hangs"
+            ) from None
+        result = self._results.pop(number)
+        if isinstance(result, Exception):
+            raise DeviceError(f"step {number} failed in the runner: {result}") from result
+        return result
+
+    async def close(self) -> None:
+        self._queue.put(None)
+        await asyncio.to_thread(self._thread.join)
+        self._completion.close()
+
+    # The runner thread from here on ---------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while (work := self._queue.get()) is not None:
+            began = time.perf_counter()
+            try:
+                self._results[work.number] = StepResult(
+                    self._compute(work), time.perf_counter() - began
+                )
+            except Exception as error:  # noqa: BLE001 - the thread's edge: raised again by wait(), with its cause
+                self._results[work.number] = error
+            self._completion.signal(work.number)
+
+    @torch.inference_mode()
+    def _compute(self, work: _Work) -> list[Sampled]:
+        for slot, prompt, said in work.fresh:
+            self._sampler.reset(slot, prompt, said)
+        # A client may leave between planning and now: what nobody wants is not computed.
+        live = [c for c in work.chunks if c.sequence.finish is None]
+        results = {id(c): Sampled([]) for c in live}
+        if live:
+            logits = self._decoder.forward(
+                build_step(live, self._last_ids, self._page_tokens), self._kv
+            )
+            rows = [c for c in live if c.samples]
+            if rows:
+                for chunk, sampled in zip(rows, self._sample(logits, rows), strict=True):
+                    results[id(chunk)] = sampled
+        return [results.get(id(c)) or Sampled([], skipped=True) for c in work.chunks]
+
+    def _sample(self, logits: torch.Tensor, rows: list[Chunk]) -> list[Sampled]:
+        slots = [c.sequence.slot for c in rows]
+        params = [c.sequence.params for c in rows]
+        draws = [(c.sequence.seed, c.start + c.length) for c in rows]
+        output = self._sampler.sample(logits, params, slots, draws)
+        self._last_ids[slots] = output.ids
+        ids = output.ids.tolist()
+        return [Sampled([token], output.logprobs_of(row)) for row, token in enumerate(ids)]
