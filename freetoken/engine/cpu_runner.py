@@ -15,14 +15,17 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import torch
-from freetoken.engine.sampler import Sampler
-from freetoken.models.decoder import Decoder
 
 from freetoken.device.completion import Completion
+from freetoken.engine.penalties import RowSettings
 from freetoken.engine.request import Chunk, Sampled, Sequence, StepResult
+from freetoken.engine.sampler import Sampler
 from freetoken.engine.step_input import build_step
+from freetoken.engine.uniform import uniform
 from freetoken.errors import DeviceError
 from freetoken.kvcache.pool import KvPool
+from freetoken.models.decoder import Decoder
+from freetoken.types import SamplingParams
 
 _STEP_LIMIT_S = 1800.0
 """No step takes longer: the largest prefill chunk of a 100B model on two old cores is under 10
@@ -31,15 +34,21 @@ minutes.
 
 
 @dataclass(slots=True)
+class _Start:
+    """A sequence that takes a slot over with this step."""
+
+    slot: int
+    params: SamplingParams
+    prompt: list[int]
+    said: list[int]
+    """Tokens generated before: after a preemption."""
+
+
+@dataclass(slots=True)
 class _Work:
     number: int
     chunks: Seq[Chunk]
-    fresh: list[tuple[int, list[int], list[int]]] = field(
-        default_factory=list[tuple[int, list[int], list[int]]]
-    )
-    """Slots that changed hands with this step: slot, prompt tokens, tokens generated before (after
-    a preemption).
-    """
+    starts: list[_Start] = field(default_factory=list[_Start])
 
 
 class CpuRunner:
@@ -47,15 +56,13 @@ class CpuRunner:
 
     depth = 2
 
-    def __init__(
-        self, decoder: Decoder, kv: KvPool, sampler: Sampler, max_running: int, page_tokens: int
-    ) -> None:
+    def __init__(self, decoder: Decoder, kv: KvPool, max_running: int) -> None:
         self._decoder = decoder
         self._kv = kv
-        self._sampler = sampler
-        self._page_tokens = page_tokens
+        self._sampler = Sampler(max_running, decoder.spec.vocab, torch.device("cpu"))
         self._last_ids = torch.zeros(max_running, dtype=torch.int64)
         self._owners: list[Sequence | None] = [None] * max_running
+        self._settings: dict[int, RowSettings] = {}
         self._completion = Completion()
         self._results: dict[int, StepResult | Exception] = {}
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
@@ -68,11 +75,9 @@ class CpuRunner:
             sequence = chunk.sequence
             if self._owners[sequence.slot] is not sequence:
                 self._owners[sequence.slot] = sequence
-                prompt, said = (
-                    sequence.tokens[: sequence.num_prompt],
-                    sequence.tokens[sequence.num_prompt :],
-                )
-                work.fresh.append((sequence.slot, prompt, said))
+                prompt = sequence.tokens[: sequence.num_prompt]
+                said = sequence.tokens[sequence.num_prompt :]
+                work.starts.append(_Start(sequence.slot, sequence.params, prompt, said))
         self._queue.put(work)
 
     async def wait(self, number: int) -> StepResult:
@@ -107,14 +112,16 @@ class CpuRunner:
 
     @torch.inference_mode()
     def _compute(self, work: _Work) -> list[Sampled]:
-        for slot, prompt, said in work.fresh:
-            self._sampler.reset(slot, prompt, said)
+        for start in work.starts:
+            row = RowSettings.of(start.params, self._decoder.spec.vocab, torch.device("cpu"))
+            self._settings[start.slot] = row
+            self._sampler.start(start.slot, row, start.prompt, start.said)
         # A client may leave between planning and now: what nobody wants is not computed.
         live = [c for c in work.chunks if c.sequence.finish is None]
         results = {id(c): Sampled([]) for c in live}
         if live:
             logits = self._decoder.forward(
-                build_step(live, self._last_ids, self._page_tokens), self._kv
+                build_step(live, self._last_ids, self._kv.page_tokens), self._kv
             )
             rows = [c for c in live if c.samples]
             if rows:
@@ -124,9 +131,15 @@ class CpuRunner:
 
     def _sample(self, logits: torch.Tensor, rows: list[Chunk]) -> list[Sampled]:
         slots = [c.sequence.slot for c in rows]
-        params = [c.sequence.params for c in rows]
-        draws = [(c.sequence.seed, c.start + c.length) for c in rows]
-        output = self._sampler.sample(logits, params, slots, draws)
+        settings = [self._settings[slot] for slot in slots]
+        draws = [uniform(c.sequence.seed, c.start + c.length) for c in rows]
+        uniforms = torch.tensor(draws, dtype=torch.float64)
+        output = self._sampler.sample(logits, settings, slots, uniforms)
+        output.check()
         self._last_ids[slots] = output.ids
-        ids = output.ids.tolist()
-        return [Sampled([token], output.logprobs_of(row)) for row, token in enumerate(ids)]
+        ids: list[int] = output.ids.tolist()  # pyright: ignore[reportUnknownMemberType]
+        logprobs = output.token_logprobs(settings)
+        return [
+            Sampled([token], None if logprob is None else [logprob])
+            for token, logprob in zip(ids, logprobs, strict=True)
+        ]

@@ -87,6 +87,12 @@ class AsyncEngine:
             raise RequestError(
                 f"expected max_tokens of at least 1, got {params.max_tokens}", param="max_tokens"
             )
+        for token in (*params.logit_bias, *params.stop_token_ids):
+            if not 0 <= token < self.card.vocab:
+                param = "logit_bias" if token in params.logit_bias else "stop_token_ids"
+                raise RequestError(
+                    f"expected token ids from 0 to {self.card.vocab - 1}, got {token}", param=param
+                )
         if len(self._live) >= self._limits.max_running + self._limits.max_queue:
             raise CapacityError(
                 f"the queue is full: {len(self._live)} requests are here and"

@@ -37,17 +37,17 @@ def build_step(chunks: Seq[Chunk], last_ids: Tensor, page_tokens: int) -> StepIn
             tokens[rows] = chunk.tokens
         else:
             pending.append((end - 1, chunk.sequence.slot))
-    token_ids = torch.from_numpy(tokens)
+    token_ids = torch.as_tensor(tokens)
     if pending:
         rows_of, slots = zip(*pending, strict=True)
         token_ids[list(rows_of)] = last_ids[list(slots)]
     return StepInput(
         tokens=token_ids,
-        positions=torch.from_numpy(positions),
-        write_slots=torch.from_numpy(write_slots),
+        positions=torch.as_tensor(positions),
+        write_slots=torch.as_tensor(write_slots),
         q_ends=ends.tolist(),
         kv_lens=[c.start + c.length for c in chunks],
-        page_table=torch.from_numpy(table),
+        page_table=torch.as_tensor(table),
         page_tokens=page_tokens,
         sample_rows=torch.tensor(
             [e - 1 for c, e in zip(chunks, ends.tolist(), strict=True) if c.samples],

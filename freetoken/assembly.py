@@ -1,0 +1,257 @@
+"""From settings to a served model: opens the checkpoint, plans memory, loads weights, builds engine
+and text model. Shared by the server (app.py) and by embedding programs (embed.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from freetoken.chat.load import TextParts, text_from_folder, text_from_gguf
+from freetoken.chat.text_model import TextModel
+from freetoken.checkpoint.demo import fetch_demo
+from freetoken.checkpoint.gguf import open_gguf
+from freetoken.config import Config, EngineConfig
+from freetoken.device.host import available_ram_bytes
+from freetoken.device.memory_plan import MemoryAsk, MemoryPlan, plan_memory
+from freetoken.engine.cpu_runner import CpuRunner
+from freetoken.engine.engine import AsyncEngine, EngineLimits
+from freetoken.engine.fake import ScriptedReply, ScriptRunner
+from freetoken.errors import ConfigError, FreeTokenError
+from freetoken.kvcache.pool import KvPool
+from freetoken.models.decoder import Decoder
+from freetoken.models.load import Checkpoint, load_decoder, open_checkpoint
+from freetoken.script import Script, encode_replies, read_script
+from freetoken.server.sampling import defaults_from
+from freetoken.types import ModelCard, Progress
+
+DEMO, DEMO_DENSE = "demo", "demo-dense"
+"""Words that stand for a path: the demo model in its expert form, and the dense model it is made
+from.
+"""
+
+IsStopping = Callable[[], bool]
+log = logging.getLogger("freetoken")
+
+
+class Stopped(FreeTokenError):
+    """The start was given up because the process was asked to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A model ready to be served. `engine.run` is not started: the caller's group does that."""
+
+    engine: AsyncEngine
+    text: TextModel
+    aliases: Collection[str]
+    sampling_defaults: Mapping[str, float]
+
+
+@asynccontextmanager
+async def assemble(
+    config: Config, progress: Progress, is_stopping: IsStopping
+) -> AsyncGenerator[Assembly, None]:
+    """Load what `config` names and build the engine; everything is dropped when the context ends.
+
+    Blocking work runs in threads. Raises ConfigError, WeightError, or Stopped once `is_stopping`.
+    """
+    note = _Note(progress, is_stopping)
+    if config.model.fake is not None:
+        scripted = await asyncio.to_thread(_read_fake, config, Path(config.model.fake), note)
+        yield _build_fake(config, scripted)
+        return
+    path, aliases = await asyncio.to_thread(_find, config, note)
+    note("reading headers", 0, 0)
+    checkpoint = await asyncio.to_thread(open_checkpoint, path)
+    try:
+        device = _device(config.model.device)
+        dtype = _dtype(config.model.dtype)
+        plan = _plan(checkpoint, config.engine, dtype)
+        log.info("%s", plan.describe())
+        note("reading the tokenizer", 0, 0)
+        words = await asyncio.to_thread(_words, checkpoint, config)
+        decoder = await asyncio.to_thread(
+            load_decoder, checkpoint, dtype, device, note.step("loading weights")
+        )
+    finally:
+        checkpoint.close()
+    yield _build(config, _Loaded(checkpoint, decoder, plan, words, aliases))
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    checkpoint: Checkpoint
+    decoder: Decoder
+    plan: MemoryPlan
+    words: TextParts
+    aliases: tuple[str, ...]
+
+
+class _Note:
+    """Writes progress from worker threads, and ends them when the process is to stop."""
+
+    def __init__(self, progress: Progress, is_stopping: IsStopping) -> None:
+        self._progress = progress
+        self._is_stopping = is_stopping
+
+    def __call__(self, step: str, done: int, total: int) -> None:
+        if self._is_stopping():
+            raise Stopped("the start was interrupted")
+        progress = self._progress
+        progress.step, progress.done_bytes, progress.total_bytes = step, done, total
+
+    def step(self, name: str) -> Callable[[int, int], None]:
+        return lambda done, total: self(name, done, total)
+
+
+def _build(config: Config, loaded: _Loaded) -> Assembly:
+    checkpoint, plan, words = loaded.checkpoint, loaded.plan, loaded.words
+    spec, limits = checkpoint.spec, config.engine
+    decoder = loaded.decoder
+    card = ModelCard(
+        id=config.model.served_name or loaded.aliases[0],
+        context=plan.context,
+        vocab=spec.vocab,
+        eos_ids=checkpoint.end_ids | words.tokenizer.eos_ids,
+        created=int(time.time()),
+    )
+    kv = KvPool(spec.kv_layers(), plan.num_pages, plan.page_tokens, decoder.dtype, decoder.device)
+    runner = CpuRunner(decoder, kv, limits.max_running_requests)
+    engine = AsyncEngine(card, runner, _limits(limits, plan.num_pages))
+    defaults = (
+        defaults_from(checkpoint.generation_config)
+        if config.model.sampling_defaults == "model"
+        else {}
+    )
+    text = TextModel(engine, words.tokenizer, words.template)
+    return Assembly(engine, text, loaded.aliases, defaults)
+
+
+def _words(checkpoint: Checkpoint, config: Config) -> TextParts:
+    template = _template_text(config)
+    if checkpoint.kind == "gguf":
+        return text_from_gguf(checkpoint.metadata, template)
+    return text_from_folder(checkpoint.folder, template)
+
+
+def _template_text(config: Config) -> str | None:
+    if config.model.chat_template is None:
+        return None
+    path = Path(config.model.chat_template).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--chat-template: expected a readable text file, got {path}: {error}"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Scripted:
+    script: Script
+    words: TextParts
+    replies: list[ScriptedReply]
+    name: str
+
+
+def _read_fake(config: Config, path: Path, note: _Note) -> _Scripted:
+    script = read_script(path)
+    if script.tokenizer is None:
+        source = fetch_demo(Path(config.model.cache_dir).expanduser(), note).dense
+    else:
+        source = path.parent / Path(script.tokenizer).expanduser()
+    template = _template_text(config) or script.chat_template
+    if source.suffix == ".gguf":
+        file = open_gguf(source)
+        words = text_from_gguf(file.metadata, template)
+        file.close()
+    else:
+        words = text_from_folder(source, template)
+    return _Scripted(script, words, encode_replies(script, words.tokenizer), path.stem)
+
+
+def _build_fake(config: Config, scripted: _Scripted) -> Assembly:
+    """An engine that says what a script says, under the real scheduler. Made inside the loop."""
+    limits, words, page_tokens = config.engine, scripted.words, config.engine.page_size
+    context = min(scripted.script.context, limits.max_seq_len or scripted.script.context)
+    num_tokens = limits.num_tokens or context * limits.max_running_requests
+    num_pages = -(-num_tokens // page_tokens)
+    card = ModelCard(
+        id=config.model.served_name or scripted.name,
+        context=min(context, num_pages * page_tokens),
+        vocab=words.tokenizer.vocab_size,
+        eos_ids=words.tokenizer.eos_ids,
+        created=int(time.time()),
+    )
+    engine = AsyncEngine(card, ScriptRunner(scripted.replies), _limits(limits, num_pages))
+    text = TextModel(engine, words.tokenizer, words.template)
+    return Assembly(engine, text, (scripted.name, "fake"), {})
+
+
+def _limits(config: EngineConfig, num_pages: int) -> EngineLimits:
+    return EngineLimits(
+        num_pages=num_pages,
+        page_tokens=config.page_size,
+        max_running=config.max_running_requests,
+        max_queue=config.max_queue,
+        max_prefill_tokens=config.max_prefill_length,
+        reuse=config.cache_type == "radix",
+    )
+
+
+def _find(config: Config, note: _Note) -> tuple[Path, tuple[str, ...]]:
+    """Return the checkpoint's path and the names it goes by, the best one first."""
+    name = DEMO if config.model.demo else config.model.path
+    if name is None:
+        raise ConfigError(
+            "expected a model to serve, got none; give --model PATH, --demo or --fake"
+        )
+    if name in {DEMO, DEMO_DENSE}:
+        paths = fetch_demo(Path(config.model.cache_dir).expanduser(), note)
+        path = paths.moe if name == DEMO else paths.dense
+        return path, (_model_name(path), name)
+    path = Path(name).expanduser()
+    return path, (_model_name(path), name, path.name)
+
+
+def _model_name(path: Path) -> str:
+    resolved = path.resolve()
+    return resolved.stem if resolved.suffix == ".gguf" else resolved.name
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda":
+        raise ConfigError("--device cuda: this version computes on the CPU only; use --device auto")
+    return torch.device("cpu")
+
+
+def _dtype(name: str) -> torch.dtype:
+    return {
+        "auto": torch.float32,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }[name]
+
+
+def _plan(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype) -> MemoryPlan:
+    return plan_memory(
+        MemoryAsk(
+            weight_bytes=checkpoint.weight_bytes(dtype),
+            kv_token_bytes=checkpoint.kv_bytes_per_token(dtype),
+            model_context=checkpoint.context,
+            page_tokens=config.page_size,
+            max_running=config.max_running_requests,
+            available_bytes=available_ram_bytes(),
+            num_tokens=config.num_tokens,
+            max_seq_len=config.max_seq_len,
+        )
+    )
