@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import threading
@@ -26,6 +27,9 @@ code.
 """
 
 EXIT_OK, EXIT_FAULT = 0, 1
+_SECOND_SIGNAL_S = 1.0
+"""A later signal is a person who will not wait; sooner, it is one signal sent to a process group."""
+
 log = logging.getLogger("freetoken")
 
 
@@ -51,6 +55,7 @@ class Server:
         self._stop = asyncio.Event()
         self._is_stopping = threading.Event()
         self._exit_code = EXIT_OK
+        self._stop_asked_at = 0.0
 
     async def run(self, after_ready: AfterReady | None) -> int:
         """Bind, load, serve, drain, close. The socket answers `/health` while the model loads."""
@@ -80,34 +85,32 @@ class Server:
             raise
 
     async def _serve(self, assembly: Assembly, port: int, after_ready: AfterReady | None) -> None:
-        server = self._config.server
         try:
             async with asyncio.TaskGroup() as tasks:
-                steps = tasks.create_task(assembly.engine.run(), name="engine")
-                state = self._state
-                state.sampling_defaults, state.aliases = (
-                    assembly.sampling_defaults,
-                    assembly.aliases,
-                )
-                state.text, state.progress.phase = assembly.text, "ok"
-                print(f"API server is ready to serve on {server.host}:{port}", flush=True)  # noqa: T201 - the ready line
-                helper = None
+                running = [
+                    tasks.create_task(assembly.engine.run(), name="engine"),
+                    tasks.create_task(self._state.loop_lag.run(), name="loop-lag"),
+                ]
+                self._state.serve(assembly.text, assembly.sampling_defaults, assembly.aliases)
+                host = self._config.server.host
+                print(f"API server is ready to serve on {host}:{port}", flush=True)  # noqa: T201
                 if after_ready is not None:
-                    url = f"http://{_reachable(server.host)}:{port}"
-                    helper = tasks.create_task(
-                        self._after_ready(after_ready, url), name="after-ready"
-                    )
+                    first_chat = self._after_ready(after_ready, f"http://{_reachable(host)}:{port}")
+                    running.append(tasks.create_task(first_chat, name="after-ready"))
                 await self._stop.wait()
-                if not await assembly.engine.drain(server.drain_s):
-                    log.warning("requests still ran after %g s and were ended", server.drain_s)
-                if helper is not None:
-                    helper.cancel()
-                steps.cancel()
+                await self._drain(assembly)
+                for task in running:
+                    task.cancel()
         except* DeviceError as group:
             error = group.exceptions[0]
             self._state.progress.phase, self._state.progress.error = "error", str(error)
             log.critical("the engine stopped: %s", error)
             self._exit_code = EXIT_FAULT
+
+    async def _drain(self, assembly: Assembly) -> None:
+        seconds = self._config.server.drain_s
+        if not await assembly.engine.drain(seconds):
+            log.warning("requests still ran after %g s and were ended", seconds)
 
     async def _after_ready(self, after_ready: AfterReady, url: str) -> None:
         code = await after_ready(url)
@@ -116,9 +119,12 @@ class Server:
             self._request_stop()
 
     def _request_stop(self) -> None:
-        if self._is_stopping.is_set():
+        now = asyncio.get_running_loop().time()
+        if not self._is_stopping.is_set():
+            self._stop_asked_at = now
+        elif now - self._stop_asked_at > _SECOND_SIGNAL_S:
             log.warning("second signal: leaving at once")
-            raise SystemExit(EXIT_FAULT)
+            os._exit(EXIT_FAULT)
         self._is_stopping.set()
         self._stop.set()
 

@@ -66,24 +66,14 @@ async def assemble(
     note = _Note(progress, is_stopping)
     if config.model.fake is not None:
         scripted = await asyncio.to_thread(_read_fake, config, Path(config.model.fake), note)
-        yield _build_fake(config, scripted)
-        return
-    path, aliases = await asyncio.to_thread(_find, config, note)
-    note("reading headers", 0, 0)
-    checkpoint = await asyncio.to_thread(open_checkpoint, path)
+        assembly = _build_fake(config, scripted)
+    else:
+        loaded = await asyncio.to_thread(_load, config, note)
+        assembly = _build(config, loaded)
     try:
-        device = _device(config.model.device)
-        dtype = _dtype(config.model.dtype)
-        plan = _plan(checkpoint, config.engine, dtype)
-        log.info("%s", plan.describe())
-        note("reading the tokenizer", 0, 0)
-        words = await asyncio.to_thread(_words, checkpoint, config)
-        decoder = await asyncio.to_thread(
-            load_decoder, checkpoint, dtype, device, note.step("loading weights")
-        )
+        yield assembly
     finally:
-        checkpoint.close()
-    yield _build(config, _Loaded(checkpoint, decoder, plan, words, aliases))
+        await assembly.engine.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +100,24 @@ class _Note:
 
     def step(self, name: str) -> Callable[[int, int], None]:
         return lambda done, total: self(name, done, total)
+
+
+def _load(config: Config, note: _Note) -> _Loaded:
+    """Everything that blocks, in a worker thread: fetch, headers, plan, tokenizer, weights."""
+    path, aliases = _find(config, note)
+    note("reading headers", 0, 0)
+    checkpoint = open_checkpoint(path)
+    try:
+        device = _device(config.model.device)
+        dtype = _dtype(config.model.dtype)
+        plan = _plan(checkpoint, config.engine, dtype)
+        log.info("%s", plan.describe())
+        note("reading the tokenizer", 0, 0)
+        words = _words(checkpoint, config)
+        decoder = load_decoder(checkpoint, dtype, device, note.step("loading weights"))
+    finally:
+        checkpoint.close()
+    return _Loaded(checkpoint, decoder, plan, words, aliases)
 
 
 def _build(config: Config, loaded: _Loaded) -> Assembly:

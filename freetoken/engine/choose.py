@@ -196,11 +196,11 @@ def _keep(shares: Tensor, weights: Tensor, total: Tensor, settings: DrawSettings
 
 
 def _pick(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the first place [R, 1] whose running sum of weights exceeds uniform * total."""
+    """Return the first place [R, 1] whose running sum of weights exceeds uniform * total.
+
+    A uniform number is at most 1 - 2**-53, so in float64 the product stays below the total.
+    """
     sums = weights.cumsum(-1)
-    total = sums[:, -1:]
-    target = (uniforms * total.to(torch.float64)).to(torch.int64)
-    # Rounding may carry the product up to the total itself; a row that is not sound has no total at
-    # all.
-    target = target.clamp(min=0).minimum((total - 1).clamp(min=0))
-    return torch.searchsorted(sums, target, right=True).clamp(max=weights.shape[1] - 1)
+    target = (uniforms * sums[:, -1:].to(torch.float64)).to(torch.int64)
+    places = torch.searchsorted(sums, target, right=True)
+    return places.clamp(max=weights.shape[1] - 1)  # rows that are not sound may point anywhere

@@ -7,48 +7,26 @@ it planned steps through a queue and never waits for it but through the completi
 
 from __future__ import annotations
 
-import asyncio
-import queue
-import threading
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 import torch
 
 from freetoken.device.completion import Completion
 from freetoken.engine.penalties import RowSettings
-from freetoken.engine.request import Chunk, Sampled, Sequence, StepResult
+from freetoken.engine.request import Chunk, Sampled, StepResult
 from freetoken.engine.sampler import Sampler
 from freetoken.engine.step_input import build_step
+from freetoken.engine.step_thread import StepThread, StepWork
 from freetoken.engine.uniform import uniform
 from freetoken.errors import DeviceError
 from freetoken.kvcache.pool import KvPool
 from freetoken.models.decoder import Decoder
-from freetoken.types import SamplingParams
 
 _STEP_LIMIT_S = 1800.0
 """No step takes longer: the largest prefill chunk of a 100B model on two old cores is under 10
 minutes.
 """
-
-
-@dataclass(slots=True)
-class _Start:
-    """A sequence that takes a slot over with this step."""
-
-    slot: int
-    params: SamplingParams
-    prompt: list[int]
-    said: list[int]
-    """Tokens generated before: after a preemption."""
-
-
-@dataclass(slots=True)
-class _Work:
-    number: int
-    chunks: Seq[Chunk]
-    starts: list[_Start] = field(default_factory=list[_Start])
 
 
 class CpuRunner:
@@ -61,24 +39,13 @@ class CpuRunner:
         self._kv = kv
         self._sampler = Sampler(max_running, decoder.spec.vocab, torch.device("cpu"))
         self._last_ids = torch.zeros(max_running, dtype=torch.int64)
-        self._owners: list[Sequence | None] = [None] * max_running
         self._settings: dict[int, RowSettings] = {}
         self._completion = Completion()
         self._results: dict[int, StepResult | Exception] = {}
-        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="freetoken-runner", daemon=True)
-        self._thread.start()
+        self._thread = StepThread(max_running, self._serve)
 
     def launch(self, number: int, chunks: Seq[Chunk]) -> None:
-        work = _Work(number, chunks)
-        for chunk in chunks:
-            sequence = chunk.sequence
-            if self._owners[sequence.slot] is not sequence:
-                self._owners[sequence.slot] = sequence
-                prompt = sequence.tokens[: sequence.num_prompt]
-                said = sequence.tokens[sequence.num_prompt :]
-                work.starts.append(_Start(sequence.slot, sequence.params, prompt, said))
-        self._queue.put(work)
+        self._thread.put(number, chunks)
 
     async def wait(self, number: int) -> StepResult:
         try:
@@ -93,25 +60,23 @@ class CpuRunner:
         return result
 
     async def close(self) -> None:
-        self._queue.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await self._thread.close()
         self._completion.close()
 
     # The runner thread from here on ---------------------------------------------------------------
 
-    def _serve(self) -> None:
-        while (work := self._queue.get()) is not None:
-            began = time.perf_counter()
-            try:
-                self._results[work.number] = StepResult(
-                    self._compute(work), time.perf_counter() - began
-                )
-            except Exception as error:  # noqa: BLE001 - the thread's edge: raised again by wait(), with its cause
-                self._results[work.number] = error
-            self._completion.signal(work.number)
+    def _serve(self, work: StepWork) -> None:
+        began = time.perf_counter()
+        try:
+            self._results[work.number] = StepResult(
+                self._compute(work), time.perf_counter() - began
+            )
+        except Exception as error:  # noqa: BLE001 - the thread's edge: wait() raises it again
+            self._results[work.number] = error
+        self._completion.signal(work.number)
 
     @torch.inference_mode()
-    def _compute(self, work: _Work) -> list[Sampled]:
+    def _compute(self, work: StepWork) -> list[Sampled]:
         for start in work.starts:
             row = RowSettings.of(start.params, self._decoder.spec.vocab, torch.device("cpu"))
             self._settings[start.slot] = row
@@ -137,7 +102,7 @@ class CpuRunner:
         output = self._sampler.sample(logits, settings, slots, uniforms)
         output.check()
         self._last_ids[slots] = output.ids
-        ids: list[int] = output.ids.tolist()  # pyright: ignore[reportUnknownMemberType]
+        ids = [int(token) for token in output.ids]
         logprobs = output.token_logprobs(settings)
         return [
             Sampled([token], None if logprob is None else [logprob])

@@ -66,8 +66,10 @@ class AsyncEngine:
         except BaseException as error:
             self._fail_all(error)
             raise
-        finally:
-            await self._runner.close()
+
+    async def close(self) -> None:
+        """Free the runner, after `run` has ended. Whoever made the engine calls it once."""
+        await self._runner.close()
 
     def check(self, prompt_tokens: int, params: SamplingParams) -> None:
         """Raise RequestError or CapacityError if such a request cannot be taken now. Plain and

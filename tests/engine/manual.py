@@ -83,12 +83,15 @@ async def running(
     """
     card = ModelCard(id="m", context=context, vocab=VOCAB, eos_ids=frozenset({EOS}))
     engine = AsyncEngine(card, runner, EngineLimits(pages, page_tokens, **limits))
-    async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(engine.run(), name="engine")
-        try:
-            yield engine
-        finally:
-            task.cancel()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(engine.run(), name="engine")
+            try:
+                yield engine
+            finally:
+                task.cancel()
+    finally:
+        await engine.close()
 
 
 async def collect(stream: AsyncGenerator[TokenChunk, None]) -> tuple[list[int], str | None, int]:

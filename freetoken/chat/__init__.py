@@ -1,0 +1,1 @@
+"""Text around token ids: tokenizer, stop strings, chat templates. No tensors, no HTTP."""

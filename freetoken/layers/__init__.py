@@ -1,0 +1,1 @@
+"""Blocks of a decoder over plain tensors: no architecture names, no checkpoint names."""

@@ -1,0 +1,1 @@
+"""The HTTP side: OpenAI routes, control routes, streams. No torch, no engine internals."""

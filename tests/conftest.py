@@ -1,0 +1,45 @@
+"""What every test gets: a time limit, and memory that is never accidentally zero."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+import torch
+
+LIMIT_S = 20
+"""Slowest honest test on two shared cores is about half of this; a hung one must not hold the
+suite."""
+
+
+@pytest.fixture(autouse=True)
+def _time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that runs over its limit, with the stacks of all threads; `limit(seconds)` raises
+    it.
+    """
+    marker = request.node.get_closest_marker("limit")
+    seconds = marker.args[0] if marker else LIMIT_S
+
+    def expire(_signal: int, _frame: FrameType | None) -> None:
+        faulthandler.dump_traceback(file=sys.__stderr__)
+        pytest.fail(f"expected an end within {seconds} s, still running", pytrace=True)
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def nan_empty() -> Iterator[None]:
+    """Make torch.empty return NaN (integers: the largest value), so that an unwritten output
+    element shows.
+    """
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
