@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
@@ -17,8 +18,9 @@ import uvloop
 
 from freetoken.assembly import Assembly, Stopped, assemble
 from freetoken.config import Config
-from freetoken.errors import DeviceError, FreeTokenError
+from freetoken.errors import ConfigError, FreeTokenError
 from freetoken.server.application import ServerState, build_application, start
+from freetoken.server.http import first_cause
 from freetoken.types import Progress
 
 AfterReady = Callable[[str], Awaitable[int | None]]
@@ -26,9 +28,12 @@ AfterReady = Callable[[str], Awaitable[int | None]]
 code.
 """
 
-EXIT_OK, EXIT_FAULT = 0, 1
+EXIT_OK, EXIT_FAULT, EXIT_CUT_OFF = 0, 1, 3
+"""Ended as asked; something broke, or a second signal; replies still ran at the drain's deadline.
+2 is for wrong settings: the command line's.
+"""
 _SECOND_SIGNAL_S = 1.0
-"""A later signal is a person who will not wait; sooner, it is one signal sent to a process group."""
+"""A later signal is a person who will not wait; sooner, it is one signal to a process group."""
 
 log = logging.getLogger("freetoken")
 
@@ -56,6 +61,7 @@ class Server:
         self._is_stopping = threading.Event()
         self._exit_code = EXIT_OK
         self._stop_asked_at = 0.0
+        self._time = time.monotonic
 
     async def run(self, after_ready: AfterReady | None) -> int:
         """Bind, load, serve, drain, close. The socket answers `/health` while the model loads."""
@@ -83,6 +89,13 @@ class Server:
         except FreeTokenError as error:
             progress.phase, progress.error = "error", str(error)
             raise
+        except OSError as error:
+            text = (
+                f"expected readable files, got {error.strerror or error} for {error.filename};"
+                " check --model, --cache-dir and the rights of that file"
+            )
+            progress.phase, progress.error = "error", text
+            raise ConfigError(text) from error
 
     async def _serve(self, assembly: Assembly, port: int, after_ready: AfterReady | None) -> None:
         try:
@@ -101,16 +114,18 @@ class Server:
                 await self._drain(assembly)
                 for task in running:
                     task.cancel()
-        except* DeviceError as group:
-            error = group.exceptions[0]
+        except* Exception as group:  # the process's edge: logged, then it ends
+            error = first_cause(group)
             self._state.progress.phase, self._state.progress.error = "error", str(error)
-            log.critical("the engine stopped: %s", error)
+            is_told = isinstance(error, FreeTokenError)  # else the log must show where it was
+            log.critical("the engine stopped: %s", error, exc_info=None if is_told else error)
             self._exit_code = EXIT_FAULT
 
     async def _drain(self, assembly: Assembly) -> None:
         seconds = self._config.server.drain_s
         if not await assembly.engine.drain(seconds):
             log.warning("requests still ran after %g s and were ended", seconds)
+            self._exit_code = self._exit_code or EXIT_CUT_OFF
 
     async def _after_ready(self, after_ready: AfterReady, url: str) -> None:
         code = await after_ready(url)
@@ -119,7 +134,7 @@ class Server:
             self._request_stop()
 
     def _request_stop(self) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._time()
         if not self._is_stopping.is_set():
             self._stop_asked_at = now
         elif now - self._stop_asked_at > _SECOND_SIGNAL_S:

@@ -8,24 +8,20 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from freetoken.backend import Backend, choose_backend
 from freetoken.chat.load import TextParts, text_from_folder, text_from_gguf
 from freetoken.chat.text_model import TextModel
 from freetoken.checkpoint.demo import fetch_demo
 from freetoken.checkpoint.gguf import open_gguf
 from freetoken.config import Config, EngineConfig
-from freetoken.device.host import available_ram_bytes
-from freetoken.device.memory_plan import MemoryAsk, MemoryPlan, plan_memory
-from freetoken.engine.cpu_runner import CpuRunner
+from freetoken.device.memory_plan import MemoryPlan
 from freetoken.engine.engine import AsyncEngine, EngineLimits
 from freetoken.engine.fake import ScriptedReply, ScriptRunner
 from freetoken.errors import ConfigError, FreeTokenError
-from freetoken.kvcache.pool import KvPool
 from freetoken.models.decoder import Decoder
 from freetoken.models.load import Checkpoint, load_decoder, open_checkpoint
 from freetoken.script import Script, encode_replies, read_script
@@ -64,16 +60,18 @@ async def assemble(
     Blocking work runs in threads. Raises ConfigError, WeightError, or Stopped once `is_stopping`.
     """
     note = _Note(progress, is_stopping)
-    if config.model.fake is not None:
-        scripted = await asyncio.to_thread(_read_fake, config, Path(config.model.fake), note)
-        assembly = _build_fake(config, scripted)
-    else:
-        loaded = await asyncio.to_thread(_load, config, note)
-        assembly = _build(config, loaded)
-    try:
+    async with AsyncExitStack() as stack:
+        if config.model.fake is not None:
+            scripted = await asyncio.to_thread(_read_fake, config, Path(config.model.fake), note)
+            assembly = _build_fake(config, scripted)
+        else:
+            backend = await asyncio.to_thread(choose_backend, config)
+            stack.callback(backend.close)
+            loaded = await asyncio.to_thread(_load, config, backend, note)
+            assembly = _build(config, backend, loaded)
+        stack.push_async_callback(assembly.engine.close)
+        await asyncio.to_thread(assembly.engine.warm)
         yield assembly
-    finally:
-        await assembly.engine.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,38 +100,38 @@ class _Note:
         return lambda done, total: self(name, done, total)
 
 
-def _load(config: Config, note: _Note) -> _Loaded:
+def _load(config: Config, backend: Backend, note: _Note) -> _Loaded:
     """Everything that blocks, in a worker thread: fetch, headers, plan, tokenizer, weights."""
     path, aliases = _find(config, note)
     note("reading headers", 0, 0)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, backend.native)
     try:
-        device = _device(config.model.device)
-        dtype = _dtype(config.model.dtype)
-        plan = _plan(checkpoint, config.engine, dtype)
+        plan = backend.plan(checkpoint, config)
         log.info("%s", plan.describe())
         note("reading the tokenizer", 0, 0)
         words = _words(checkpoint, config)
-        decoder = load_decoder(checkpoint, dtype, device, note.step("loading weights"))
+        decoder = load_decoder(
+            checkpoint, backend.dtype, backend.device, note.step("loading weights"), backend.native
+        )
     finally:
         checkpoint.close()
+    note("warming up", 0, 0)
     return _Loaded(checkpoint, decoder, plan, words, aliases)
 
 
-def _build(config: Config, loaded: _Loaded) -> Assembly:
+def _build(config: Config, backend: Backend, loaded: _Loaded) -> Assembly:
+    """Put the engine together, inside the loop."""
     checkpoint, plan, words = loaded.checkpoint, loaded.plan, loaded.words
-    spec, limits = checkpoint.spec, config.engine
-    decoder = loaded.decoder
     card = ModelCard(
         id=config.model.served_name or loaded.aliases[0],
         context=plan.context,
-        vocab=spec.vocab,
+        vocab=checkpoint.spec.vocab,
         eos_ids=checkpoint.end_ids | words.tokenizer.eos_ids,
         created=int(time.time()),
     )
-    kv = KvPool(spec.kv_layers(), plan.num_pages, plan.page_tokens, decoder.dtype, decoder.device)
-    runner = CpuRunner(decoder, kv, limits.max_running_requests)
-    engine = AsyncEngine(card, runner, _limits(limits, plan.num_pages))
+    runner = backend.make_runner(loaded.decoder, plan, config)
+    limits = _limits(config.engine, plan.num_pages, backend.max_prefill_tokens)
+    engine = AsyncEngine(card, runner, limits)
     defaults = (
         defaults_from(checkpoint.generation_config)
         if config.model.sampling_defaults == "model"
@@ -199,18 +197,22 @@ def _build_fake(config: Config, scripted: _Scripted) -> Assembly:
         eos_ids=words.tokenizer.eos_ids,
         created=int(time.time()),
     )
-    engine = AsyncEngine(card, ScriptRunner(scripted.replies), _limits(limits, num_pages))
+    engine = AsyncEngine(
+        card,
+        ScriptRunner(scripted.replies),
+        _limits(limits, num_pages, limits.max_prefill_length or 512),
+    )
     text = TextModel(engine, words.tokenizer, words.template)
     return Assembly(engine, text, (scripted.name, "fake"), {})
 
 
-def _limits(config: EngineConfig, num_pages: int) -> EngineLimits:
+def _limits(config: EngineConfig, num_pages: int, max_prefill_tokens: int) -> EngineLimits:
     return EngineLimits(
         num_pages=num_pages,
         page_tokens=config.page_size,
         max_running=config.max_running_requests,
         max_queue=config.max_queue,
-        max_prefill_tokens=config.max_prefill_length,
+        max_prefill_tokens=max_prefill_tokens,
         reuse=config.cache_type == "radix",
     )
 
@@ -233,33 +235,3 @@ def _find(config: Config, note: _Note) -> tuple[Path, tuple[str, ...]]:
 def _model_name(path: Path) -> str:
     resolved = path.resolve()
     return resolved.stem if resolved.suffix == ".gguf" else resolved.name
-
-
-def _device(name: str) -> torch.device:
-    if name == "cuda":
-        raise ConfigError("--device cuda: this version computes on the CPU only; use --device auto")
-    return torch.device("cpu")
-
-
-def _dtype(name: str) -> torch.dtype:
-    return {
-        "auto": torch.float32,
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }[name]
-
-
-def _plan(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype) -> MemoryPlan:
-    return plan_memory(
-        MemoryAsk(
-            weight_bytes=checkpoint.weight_bytes(dtype),
-            kv_token_bytes=checkpoint.kv_bytes_per_token(dtype),
-            model_context=checkpoint.context,
-            page_tokens=config.page_size,
-            max_running=config.max_running_requests,
-            available_bytes=available_ram_bytes(),
-            num_tokens=config.num_tokens,
-            max_seq_len=config.max_seq_len,
-        )
-    )

@@ -99,7 +99,11 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         Tokens | None,
         _key("longest prompt and reply together, in tokens; default: the model's own limit"),
     ] = None
-    max_prefill_length: Annotated[int, _key("most prompt tokens computed in one step", ge=1)] = 512
+    max_prefill_length: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        _key("most prompt tokens computed in one step; default: 512 on a CPU, 8192 on a GPU"),
+    ] = None
+    cuda_graphs: Annotated[bool, _key("run decode steps on a GPU as captured graphs")] = True
     num_tokens: Annotated[
         Tokens | None,
         _key("KV capacity in tokens, all sequences together; default: planned from memory"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -16,7 +16,9 @@ from freetoken.chat.text_model import TextDelta
 from freetoken.config import KEYS, Config, load_config
 from freetoken.errors import ConfigError
 from freetoken.server.application import ServerState, build_application
-from freetoken.types import EngineStatistics, ModelCard, Progress, SamplingParams, StepHook
+from freetoken.server.loop_lag import LoopLag
+from freetoken.server.sampling import params_from
+from freetoken.types import EngineStatistics, ModelCard, Progress, StepHook
 
 
 class Engine:
@@ -26,8 +28,9 @@ class Engine:
     defaults (`generation_config`), then those of SamplingParams.
     """
 
-    def __init__(self, assembly: Assembly, config: Config) -> None:
+    def __init__(self, assembly: Assembly, config: Config, loop_lag: LoopLag) -> None:
         self._assembly = assembly
+        self._loop_lag = loop_lag
         self._config = config
         self._numbers = itertools.count(1)
 
@@ -37,19 +40,32 @@ class Engine:
         """Load `model` (a folder, a GGUF file, or "demo"), run its engine until the context ends.
 
         `settings` are those of the command line with underscores: `max_running_requests=4`.
-        Raises ConfigError or WeightError if it cannot be loaded; an engine that dies meanwhile
-        raises its DeviceError from the context, in an ExceptionGroup.
+        Raises ConfigError or WeightError if it cannot be loaded. An engine that dies meanwhile
+        cancels the block and raises its DeviceError from the context. What the block raises comes
+        out as it is.
         """
         config = load_config(_by_path({"model": model, **settings}))
-        async with (
-            assemble(config, Progress(), lambda: False) as assembly,
-            asyncio.TaskGroup() as tasks,
-        ):
-            steps = tasks.create_task(assembly.engine.run(), name="engine")
-            try:
-                yield cls(assembly, config)
-            finally:
-                steps.cancel()
+        is_left = threading.Event()  # a caller that gives up while weights load ends the threads
+        failure: BaseException | None = None
+        try:
+            async with assemble(config, Progress(), is_left.is_set) as assembly:
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        steps = tasks.create_task(assembly.engine.run(), name="engine")
+                        lag = LoopLag()
+                        meter = tasks.create_task(lag.run(), name="loop-lag")
+                        try:
+                            yield cls(assembly, config, lag)
+                        finally:
+                            steps.cancel()
+                            meter.cancel()
+                except BaseExceptionGroup as group:
+                    # the group is ours; the caller wrote one `async with` and gets one error
+                    failure = group.exceptions[0]
+                if failure is not None:
+                    raise failure
+        finally:
+            is_left.set()
 
     @property
     def card(self) -> ModelCard:
@@ -61,7 +77,7 @@ class Engine:
         *,
         tools: Sequence[Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-        **sampling: Any,  # noqa: ANN401 - fields of SamplingParams, checked by its constructor
+        **sampling: Any,  # noqa: ANN401 - fields of SamplingParams, checked by params_from
     ) -> AsyncGenerator[TextDelta, None]:
         """Answer a chat (messages in OpenAI's form). Yields text as steps end; closing it aborts.
 
@@ -80,12 +96,15 @@ class Engine:
         prompt: str | Sequence[int],
         *,
         request_id: str | None = None,
-        **sampling: Any,  # noqa: ANN401 - fields of SamplingParams, checked by its constructor
+        **sampling: Any,  # noqa: ANN401 - fields of SamplingParams, checked by params_from
     ) -> AsyncGenerator[TextDelta, None]:
-        """Continue a raw prompt, text or token ids. Yields text as steps end; closing it aborts."""
+        """Continue a raw prompt, text or token ids. Yields text as steps end; closing it aborts.
+
+        request_id: a name for `abort`; one that still runs is refused. Raises RequestError.
+        """
         text = self._assembly.text
         ids = await text.encode(prompt) if isinstance(prompt, str) else prompt
-        params = replace(SamplingParams(**self._assembly.sampling_defaults), **sampling)  # pyright: ignore[reportArgumentType]
+        params = params_from(sampling, self._assembly.sampling_defaults, text.engine.card)
         name = request_id or f"embed-{next(self._numbers)}"
         async with aclosing(text.stream(ids, params, request_id=name)) as deltas:
             async for delta in deltas:
@@ -117,10 +136,9 @@ class Engine:
         Run it with `AppRunner(app, handler_cancellation=True)`, or clients that leave are computed
         for to the end.
         """
+        state = ServerState(Progress("ok"), loop_lag=self._loop_lag)
         assembly = self._assembly
-        state = ServerState(
-            Progress("ok"), assembly.text, assembly.sampling_defaults, assembly.aliases
-        )
+        state.serve(assembly.text, assembly.sampling_defaults, assembly.aliases)
         return build_application(state, self._config.server)
 
 

@@ -1,5 +1,4 @@
-"""Routed feed-forward: each token through its chosen experts, results added with the router's
-weights.
+"""Routed feed-forward: each token through its experts, summed with the router's weights.
 
 out[t] = sum over k of weights[t, k] * down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t])), e = ids[t,
 k].
@@ -34,9 +33,8 @@ def moe_experts(
     down     [experts, hidden, inter]
     ids      [tokens, top_k] int64
     weights  [tokens, top_k] float32
-    out      [tokens, hidden] dtype of x; every element written; added in fp32 in order of rank, so
-                              that a token's
-             result does not depend on its neighbours
+    out      [tokens, hidden] dtype of x; every element written; added in fp32 in order of
+             rank, so that a token's result does not depend on its neighbours
     Reference: `reference`, 1e-5 relative in fp32, 2e-2 in bf16.
     """
     if (

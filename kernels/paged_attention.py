@@ -45,9 +45,7 @@ class DecodeRows:
 
 @dataclass(slots=True)
 class PrefillRun:
-    """One sequence with several rows. `mask` [rows, keys] is None when plain causal masking says
-    the same.
-    """
+    """One sequence with several rows. `mask` [rows, keys]; None: plain causal is the same."""
 
     start: int
     end: int
@@ -86,9 +84,7 @@ def plan_attention(
     window: int | None = None,
     has_decode_kernel: bool = False,
 ) -> AttentionPlan:
-    """Work out slots and masks of a step. Raises ValueError if a run is longer than its keys or its
-    pages.
-    """
+    """Work out slots and masks of a step. ValueError if a run exceeds its keys or pages."""
     plan = AttentionPlan(q_ends, kv_lens, page_table, page_tokens, window)
     offsets = torch.arange(page_tokens, device=page_table.device)
     singles: list[tuple[int, Tensor]] = []
@@ -145,9 +141,7 @@ def _decode_rows(
 
 
 def _grouped(singles: list[tuple[int, Tensor]]) -> list[DecodeGroup]:
-    """Put sequences together while filling up to the longest wastes less than half of the keys
-    read.
-    """
+    """Put sequences together while filling up wastes less than half of the keys read."""
     groups: list[DecodeGroup] = []
     waiting = sorted(singles, key=lambda single: single[1].shape[0])
     while waiting:
@@ -241,9 +235,7 @@ def paged_attention(
 def _decode(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, decode: DecodeGroup, scale: float, out: Tensor
 ) -> None:
-    """Attend from one row a sequence: the query heads that share a key head stand as rows of one
-    product.
-    """
+    """Attend from one row a sequence; query heads that share a key head are rows."""
     rows, (kv_heads, head_dim) = decode.rows.shape[0], k_pool.shape[1:]
     queries = (q if rows == q.shape[0] == 1 else q.index_select(0, decode.rows)).reshape(
         rows, kv_heads, -1, head_dim

@@ -1,6 +1,4 @@
-"""Root-mean-square norm, optionally after adding to the residual stream. y = x / sqrt(mean(x^2) +
-eps) * weight.
-"""
+"""Root-mean-square norm: x / sqrt(mean(x^2) + eps) * weight, optionally after a residual add."""
 
 from __future__ import annotations
 
@@ -28,8 +26,7 @@ def rms_norm(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Normalise the last dimension of x; with `residual`, add x to it in place first and normalise
-    the sum.
+    """Normalise the last dimension of x; with `residual`, of residual += x (in place).
 
     x         [..., width]
     weight    [width], or [heads, width] for one weight a head of x [tokens, heads, width]

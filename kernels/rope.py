@@ -1,6 +1,4 @@
-"""Rotary position embedding, half-split: pair (i, i + dim/2) of each head turns by position *
-frequency[i].
-"""
+"""Rotary position embedding, half-split: pair (i, i + dim/2) turns by position * frequency[i]."""
 
 from __future__ import annotations
 

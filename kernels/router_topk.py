@@ -1,6 +1,4 @@
-"""Choice of experts: softmax over all router logits in fp32, the k largest, optionally divided by
-their sum.
-"""
+"""Choice of experts: softmax over all logits in fp32, the k largest, maybe renormalised."""
 
 from __future__ import annotations
 
@@ -9,9 +7,7 @@ from torch import Tensor
 
 
 def reference(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Pick by repeated arg-max, one token at a time; equal probabilities go to the lowest expert
-    number.
-    """
+    """Pick by repeated arg-max, token by token; ties go to the lowest expert number."""
     ids = torch.zeros(logits.shape[0], top_k, dtype=torch.int64)
     weights = torch.zeros(logits.shape[0], top_k, dtype=torch.float32)
     for token, row in enumerate(logits.float().softmax(-1)):

@@ -8,9 +8,7 @@ from torch import Tensor
 
 
 def reference(x: Tensor) -> Tensor:
-    """Split x [..., 2 * inter] into gate and up, return silu(gate) * up [..., inter], computed in
-    fp32.
-    """
+    """Return silu(gate) * up [..., inter] of x [..., 2 * inter], computed in fp32."""
     gate, up = x.float().chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * up).to(x.dtype)
 

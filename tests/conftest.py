@@ -16,13 +16,18 @@ LIMIT_S = 20
 suite."""
 
 
+GPU_LIMIT_S = 180
+"""A test on a GPU compiles its kernels first."""
+
+
 @pytest.fixture(autouse=True)
 def _time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that runs over its limit, with the stacks of all threads; `limit(seconds)` raises
     it.
     """
     marker = request.node.get_closest_marker("limit")
-    seconds = marker.args[0] if marker else LIMIT_S
+    is_on_gpu = request.node.get_closest_marker("gpu") is not None
+    seconds = marker.args[0] if marker else GPU_LIMIT_S if is_on_gpu else LIMIT_S
 
     def expire(_signal: int, _frame: FrameType | None) -> None:
         faulthandler.dump_traceback(file=sys.__stderr__)

@@ -25,8 +25,6 @@ class StoredTensor:
     file: Path
 
 
-TensorInfo = StoredTensor
-"""The name under which models/ still imports it; the rule on names refuses it for a class."""
 
 
 class TensorSource(Protocol):

@@ -8,11 +8,6 @@ from dataclasses import dataclass
 
 from freetoken.errors import ConfigError
 
-_RESERVE_BYTES = 512 << 20
-"""Left for torch, tokenizer and activations. Half: a long prefill may swap. Double: small machines
-lose context.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
@@ -43,6 +38,8 @@ class MemoryAsk:
     page_tokens: int
     max_running: int
     available_bytes: int
+    reserve_bytes: int
+    """Left for everything the plan does not list."""
     num_tokens: int | None = None
     max_seq_len: int | None = None
 
@@ -55,10 +52,10 @@ def plan_memory(ask: MemoryAsk) -> MemoryPlan:
     in at most half of the memory that the weights leave, and the context shrinks only if not even
     one fits. Raises ConfigError if the weights, or an explicit size, do not fit.
     """
-    left = ask.available_bytes - ask.weight_bytes - _RESERVE_BYTES
+    left = ask.available_bytes - ask.weight_bytes - ask.reserve_bytes
     if left < ask.kv_token_bytes * ask.page_tokens:
         raise ConfigError(
-            f"expected {_gb(ask.weight_bytes + _RESERVE_BYTES)} of free memory, got"
+            f"expected {_gb(ask.weight_bytes + ask.reserve_bytes)} of free memory, got"
             f" {_gb(ask.available_bytes)}: free some,"
             " choose a smaller --dtype or a smaller model"
         )

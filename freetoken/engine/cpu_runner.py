@@ -16,7 +16,7 @@ from freetoken.device.completion import Completion
 from freetoken.engine.penalties import RowSettings
 from freetoken.engine.request import Chunk, Sampled, StepResult
 from freetoken.engine.sampler import Sampler
-from freetoken.engine.step_input import build_step
+from freetoken.engine.step_input import build_step, warm_step
 from freetoken.engine.step_thread import StepThread, StepWork
 from freetoken.engine.uniform import uniform
 from freetoken.errors import DeviceError
@@ -43,6 +43,11 @@ class CpuRunner:
         self._completion = Completion()
         self._results: dict[int, StepResult | Exception] = {}
         self._thread = StepThread(max_running, self._serve)
+
+    def warm(self, max_prefill_tokens: int) -> None:
+        """Compute a chunk and a token: torch prepares its products, weights are touched."""
+        for tokens in (min(64, max_prefill_tokens), 1):
+            self._decoder.forward(warm_step(tokens, self._kv.page_tokens), self._kv)
 
     def launch(self, number: int, chunks: Seq[Chunk]) -> None:
         self._thread.put(number, chunks)

@@ -67,14 +67,22 @@ class AsyncEngine:
             self._fail_all(error)
             raise
 
+    def warm(self) -> None:
+        """Compile and touch what the first request would wait for. Blocks; before `run`."""
+        self._runner.warm(self._limits.max_prefill_tokens)
+
     async def close(self) -> None:
         """Free the runner, after `run` has ended. Whoever made the engine calls it once."""
+        if self.fault is None:
+            self._fail_all(asyncio.CancelledError())  # `run` was cancelled before its first turn
         await self._runner.close()
 
     def check(self, prompt_tokens: int, params: SamplingParams) -> None:
         """Raise RequestError or CapacityError if such a request cannot be taken now. Plain and
         cheap.
         """
+        if isinstance(self.fault, NotReady):
+            raise NotReady(str(self.fault), retry_after_s=5)
         if self.fault is not None:
             raise DeviceError(f"the engine stopped after a fault: {self.fault}; restart the server")
         if self._is_closing:
@@ -214,7 +222,7 @@ class AsyncEngine:
 
     def _drop(self, sequence: Sequence) -> None:
         """The consumer is done with a sequence, or gone: forget it, and end it if it still runs."""
-        self._scheduler.abort(sequence)
+        self._scheduler.abort(sequence, "abort" if self.fault is None else "error")
         self._loop.wake()
         del self._live[sequence.request_id]
         if not self._live:

@@ -58,6 +58,7 @@ class ScriptRunner:
         self._steps: dict[int, _Launched] = {}
         self._completion = Completion()
         self._ready_at = 0.0
+        self._num_done = 0
 
     @property
     def depth(self) -> int:
@@ -66,16 +67,20 @@ class ScriptRunner:
         """
         return 2 if all(r.tokens_per_step == 1 for r in self._replies) else 1
 
+    def warm(self, max_prefill_tokens: int) -> None:
+        """Nothing is slow the first time."""
+
     def launch(self, number: int, chunks: Seq[Chunk]) -> None:
         playing = [self._play(chunk.sequence) for chunk in chunks]
         delay_s = max(p.reply.delay_s for p in playing)
         self._steps[number] = _Launched(chunks, delay_s, playing)
         loop = asyncio.get_running_loop()
         self._ready_at = max(self._ready_at, loop.time()) + delay_s
-        if delay_s > 0:
-            loop.call_at(self._ready_at, self._completion.signal, number)
+        # A step without delay still ends after the delayed one before it.
+        if self._ready_at > loop.time():
+            loop.call_at(self._ready_at, self._signal, number)
         else:
-            self._completion.signal(number)
+            self._signal(number)
 
     async def wait(self, number: int) -> StepResult:
         await self._completion.wait(number, _WAIT_LIMIT_S)
@@ -85,6 +90,11 @@ class ScriptRunner:
 
     async def close(self) -> None:
         self._completion.close()
+
+    def _signal(self, number: int) -> None:
+        # Timers of one moment fire in any order; a completion's number must not fall.
+        self._num_done = max(self._num_done, number)
+        self._completion.signal(self._num_done)
 
     def _play(self, sequence: Sequence) -> _Playing:
         for ended in [s for s in self._playing if s.finish is not None]:

@@ -66,7 +66,8 @@ class StepLoop:
         self._deliver = deliver
         self._in_flight: deque[tuple[int, list[Chunk]]] = deque()
         self._work = asyncio.Event()
-        self._boundary: asyncio.Future[int] | None = None
+        self._boundary: asyncio.Future[int | None] | None = None
+        self._is_over = False
 
     def wake(self) -> None:
         """There may be something to plan: a request came or left."""
@@ -77,7 +78,14 @@ class StepLoop:
         return len(self._in_flight)
 
     async def run(self) -> None:
-        """Drive steps until cancelled. Raises what the runner raises."""
+        """Drive steps until cancelled. Raises what the runner and the hooks raise."""
+        try:
+            await self._drive()
+        finally:
+            self._is_over = True
+            self._announce(None)
+
+    async def _drive(self) -> None:
         while True:
             while len(self._in_flight) < self._runner.depth and self._launch():
                 pass
@@ -89,12 +97,14 @@ class StepLoop:
 
     async def boundaries(self) -> AsyncGenerator[int, None]:
         """Yield the number of each finished step, to any number of listeners; a slow one misses
-        steps, never delays them.
+        steps, never delays them. Ends with the steps themselves.
         """
-        while True:
+        while not self._is_over:
             if self._boundary is None:
                 self._boundary = asyncio.get_running_loop().create_future()
-            yield await asyncio.shield(self._boundary)
+            number = await asyncio.shield(self._boundary)
+            if number is not None:
+                yield number
 
     def _launch(self) -> bool:
         budget = self._pace.budget(is_decoding=self._scheduler.is_decoding)
@@ -118,6 +128,9 @@ class StepLoop:
             self._deliver(sequence, chunk)
         for hook in self.hooks:
             await hook(number)
+        self._announce(number)
+
+    def _announce(self, number: int | None) -> None:
         if self._boundary is not None:
             self._boundary.set_result(number)
             self._boundary = None

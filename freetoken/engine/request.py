@@ -32,6 +32,10 @@ class Sequence:
     """Positions whose KV is surely in memory: their step was published."""
     flights: int = 0
     """Launched steps that hold this sequence; its pages may return only at 0."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was found at the first admission; a preemption does not change it."""
+    is_restarted: bool = False
+    """It was preempted: it finds its own pages in the cache, which are nobody's saving."""
     finish: Finish | None = None
 
     @property

@@ -20,6 +20,10 @@ class Runner(Protocol):
         """
         ...
 
+    def warm(self, max_prefill_tokens: int) -> None:
+        """Do everything that is slow the first time; blocks. Before the first launch."""
+        ...
+
     def launch(self, number: int, chunks: Seq[Chunk]) -> None:
         """Enqueue a step and return at once. `number` rises by one from 1."""
         ...

@@ -174,7 +174,8 @@ class Scheduler:
             sequence.lease = lease
             sequence.slot = self._free_slots.pop()
             sequence.launched = sequence.computed = lease.num_cached_tokens
-            if sequence.num_generated == 0:
+            if not sequence.is_restarted:
+                sequence.cached_tokens = lease.num_cached_tokens
                 self.counters.cached_tokens += lease.num_cached_tokens
             self.running.append(sequence)
 
@@ -203,6 +204,7 @@ class Scheduler:
         self._leave(sequence)
         sequence.prefill_end = len(sequence.tokens)
         sequence.launched = sequence.computed = 0
+        sequence.is_restarted = True
         self.waiting.appendleft(sequence)
         self.counters.preempted += 1
         return True
@@ -225,10 +227,9 @@ class Scheduler:
                 finish = finish if finish == "stop" else "length"
         sequence.tokens += ids
         logprobs = result.logprobs[: len(ids)] if result.logprobs is not None else None
-        cached = sequence.lease.num_cached_tokens if sequence.lease else 0
         if finish is not None:
             self._end(sequence, finish)
-        return TokenChunk(ids, logprobs, finish, cached)
+        return TokenChunk(ids, logprobs, finish, sequence.cached_tokens)
 
     def _is_end(self, sequence: Sequence, token: int) -> bool:
         params = sequence.params

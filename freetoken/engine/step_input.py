@@ -54,3 +54,19 @@ def build_step(chunks: Seq[Chunk], last_ids: Tensor, page_tokens: int) -> StepIn
             dtype=torch.int64,
         ),
     )
+
+
+def warm_step(tokens: int, page_tokens: int) -> StepInput:
+    """Rows of one made-up sequence in the first page, which nobody has written yet."""
+    where = torch.arange(tokens)
+    pages = torch.zeros(1, -(-tokens // page_tokens), dtype=torch.int32)
+    return StepInput(
+        tokens=torch.zeros_like(where),
+        positions=where,
+        write_slots=where % page_tokens,
+        q_ends=[tokens],
+        kv_lens=[tokens],
+        page_table=pages,
+        page_tokens=page_tokens,
+        sample_rows=where[-1:],
+    )

@@ -1,6 +1,4 @@
-"""Grouped-query attention over paged keys and values. Knows a step's plan, not where its pages come
-from.
-"""
+"""Grouped-query attention over paged keys and values. Knows a step's plan, not page owners."""
 
 from __future__ import annotations
 

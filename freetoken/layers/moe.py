@@ -33,6 +33,6 @@ class SparseMoe:
     def __call__(self, x: Tensor) -> Tensor:
         """Map x [tokens, hidden] to [tokens, hidden]."""
         ids, weights = router_topk(self.router(x), self.top_k, renormalize=self.renormalize)
-        if self.cpu is not None and 0 < x.shape[0] <= self.cpu.rows.moe:
+        if self.cpu is not None and self.cpu.has_moe(x.shape[0], self.top_k, self.up.shape[0]):
             return self.cpu.moe(x, self.up, self.down, ids, weights)
         return moe_experts(x, self.up, self.down, ids, weights)

@@ -31,9 +31,7 @@ class Rope:
     """Positions are divided by it."""
     llama3: Llama3Scaling | None = None
     divisors: tuple[float, ...] = ()
-    """dim / 2 numbers that the frequencies are divided by (GGUF bakes its scaling so); empty is
-    none.
-    """
+    """dim / 2 numbers that the frequencies are divided by, as GGUF bakes scaling; empty: none."""
     attention_scale: float = 1.0
 
     def frequencies(self) -> Tensor:
@@ -48,9 +46,7 @@ class Rope:
 
 
 def _stretched(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Apply Llama 3.1's scaling. Source: Llama 3 herd of models (arXiv 2407.21783) and its
-    published code.
-    """
+    """Apply Llama 3.1's scaling. Source: arXiv 2407.21783 and its published code."""
     wavelengths = 2 * math.pi / frequencies
     turns = scaling.original_context / wavelengths
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -59,9 +55,7 @@ def _stretched(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 class RopeAngles:
-    """Cosines and sines of a step's positions; computed once a step, shared by all layers with the
-    same `Rope`.
-    """
+    """Cosines and sines of a step's positions, shared by all layers with the same `Rope`."""
 
     def __init__(self, rope: Rope, device: torch.device) -> None:
         self._frequencies = rope.frequencies().to(device)

@@ -64,7 +64,7 @@ class Decoder:
 
     def _about(self, step: StepInput, kv: KvPool) -> list[AttentionStep]:
         """Tell each layer its part; what layers share is worked out once a step."""
-        has_decode_kernel = self._cpu is not None and self._cpu.can_attend(kv.dtype)
+        has_decode_kernel = self._cpu is not None and self._cpu.has_attention(kv.dtype)
         angles = {rope: turn(step.positions) for rope, turn in self._angles.items()}
         plans = {
             window: plan_attention(

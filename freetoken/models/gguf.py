@@ -1,7 +1,6 @@
 """GGUF: metadata keys to the config of a family, and the tensor names of each architecture.
 
-Knows the converter's habits (permuted rotary rows, baked rope scaling); not how the file keeps its
-bytes.
+Knows the converter's habits (permuted rotary rows, baked rope scaling); not its bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from freetoken.checkpoint.source import TensorInfo, TensorSource
+from freetoken.checkpoint.source import StoredTensor, TensorSource
 from freetoken.errors import ConfigError
 from freetoken.models.registry import BY_ARCHITECTURE
 from freetoken.models.spec import DecoderSpec, WeightMap
@@ -102,9 +101,7 @@ END_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """How one `general.architecture` is read. `moe` is the family when the file has experts; None:
-    it never has.
-    """
+    """How one `general.architecture` is read, without and with experts; None: not supported."""
 
     dense: str | None
     moe: str | None
@@ -121,9 +118,7 @@ FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """What a GGUF file's header says: the same things that config.json and a model file say
-    together.
-    """
+    """What a GGUF header says: what config.json and a model file say together."""
 
     spec: DecoderSpec
     config: Mapping[str, Any]
@@ -131,8 +126,7 @@ class GgufModel:
 
 
 def describe(source: TensorSource, metadata: Mapping[str, Any]) -> GgufModel:
-    """Make spec and weight map of an open GGUF file. Reads one small tensor if the rope scaling is
-    baked.
+    """Make spec and weight map of an open GGUF file. Reads one small tensor: baked rope scaling.
 
     Raises ConfigError: architecture or variant not supported, a key missing.
     """
@@ -153,11 +147,9 @@ def describe(source: TensorSource, metadata: Mapping[str, Any]) -> GgufModel:
 
 
 def hf_config(
-    metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], path: Path
+    metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor], path: Path
 ) -> dict[str, Any]:
-    """Translate metadata to the keys of config.json, with what only the tensors tell (tied head,
-    biases).
-    """
+    """Translate metadata to keys of config.json; tied head and biases come from the tensors."""
     name = str(metadata.get("general.architecture", ""))
     family = FAMILIES.get(name)
     if family is None:

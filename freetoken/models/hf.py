@@ -1,7 +1,6 @@
 """Hugging Face config.json: the keys that all our families share, read into the values of a spec.
 
-Every value that the forward pass would get wrong is refused here with key, value and what is
-accepted.
+Values that the forward pass would get wrong are refused with key, value and what is accepted.
 """
 
 from __future__ import annotations
@@ -131,9 +130,7 @@ def rope(config: DecoderConfig, default_theta: float = DEFAULT_THETA) -> Rope:
 def qwen_windows(
     config: DecoderConfig, layer_types: tuple[str, ...] | None, max_window_layers: int
 ) -> list[int | None]:
-    """Return each layer's window: by layer_types if given, else from max_window_layers on, if
-    windows are on at all.
-    """
+    """Return each layer's window: by layer_types, or from max_window_layers on; all None if off."""
     window = config.sliding_window if config.use_sliding_window else None
     layers = config.num_hidden_layers
     if layer_types is None:

@@ -1,7 +1,6 @@
 """Llama (and SmolLM2): grouped-query attention, dense gated feed-forward.
 
-Source: config.json and modeling code of meta-llama/Llama-3.1-8B. Parity: tests/models against
-transformers.
+Source: config.json and modeling code of meta-llama/Llama-3.1-8B. Parity: tests/models.
 """
 
 from __future__ import annotations

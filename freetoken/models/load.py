@@ -30,9 +30,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model whose headers fit its config; weights are still on disk. Owns the open files until
-    `close`.
-    """
+    """A model whose headers fit its config; weights are on disk. Owns open files until `close`."""
 
     path: Path
     kind: Literal["safetensors", "gguf"]
@@ -75,9 +73,8 @@ def open_checkpoint(path: Path, native: Native | None = None) -> Checkpoint:
     """Open a folder (config.json and safetensors, or one GGUF) or a GGUF file; read headers only.
 
     Raises ConfigError if it is no model that we can run, WeightError if tensors and config do not
-    fit or a file is
-    damaged. Blocks on files: call it in a thread. `native` makes reading packed GGUF tensors faster;
-    it must stay open as long as the checkpoint.
+    fit or a file is damaged. Blocks on files: call it in a thread. `native` reads packed GGUF
+    tensors faster; it must stay open as long as the checkpoint.
     """
     if not path.exists():
         raise ConfigError(

@@ -1,7 +1,6 @@
 """Mistral: as Llama, with a sliding window on every layer if the config sets one.
 
-Source: config.json and modeling code of mistralai/Mistral-7B-v0.1. Parity: tests/models against
-transformers.
+Source: config.json and modeling code of mistralai/Mistral-7B-v0.1. Parity: tests/models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Mixtral: softmax top-k experts on every layer, weights of the chosen divided by their sum.
 
-Source: config.json and modeling code of mistralai/Mixtral-8x7B-v0.1. Parity: tests/models against
-transformers.
+Source: config.json and modeling code of mistralai/Mixtral-8x7B-v0.1. Parity: tests/models.
 """
 
 from __future__ import annotations

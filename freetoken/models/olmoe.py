@@ -1,8 +1,6 @@
-"""OLMoE: norm over all query heads and over all key heads together, softmax top-k experts, weights
-as they are.
+"""OLMoE: norm over all query heads and all key heads, softmax top-k experts, plain weights.
 
-Source: config.json and modeling code of allenai/OLMoE-1B-7B-0924. Parity: tests/models against
-transformers.
+Source: config.json and modeling code of allenai/OLMoE-1B-7B-0924. Parity: tests/models.
 """
 
 from __future__ import annotations

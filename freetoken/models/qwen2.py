@@ -1,7 +1,6 @@
-"""Qwen2 and Qwen2.5: bias on query, key and value; a sliding window on the upper layers if switched
-on.
+"""Qwen2 and Qwen2.5: bias on query, key and value; perhaps a window on the upper layers.
 
-Source: config.json and modeling code of Qwen/Qwen2.5-7B. Parity: tests/models against transformers.
+Source: config.json and modeling code of Qwen/Qwen2.5-7B. Parity: tests/models.
 """
 
 from __future__ import annotations

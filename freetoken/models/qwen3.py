@@ -1,7 +1,6 @@
-"""Qwen3 (dense): norm of each query and key head before the rotation; no bias unless the config
-asks for it.
+"""Qwen3 (dense): norm of each query and key head before the rotation; bias if configured.
 
-Source: config.json and modeling code of Qwen/Qwen3-8B. Parity: tests/models against transformers.
+Source: config.json and modeling code of Qwen/Qwen3-8B. Parity: tests/models.
 """
 
 from __future__ import annotations

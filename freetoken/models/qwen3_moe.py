@@ -1,8 +1,6 @@
-"""Qwen3-MoE: norm of each query and key head, softmax top-k experts, some layers dense if the
-config says so.
+"""Qwen3-MoE: norm of each query and key head, softmax top-k experts, perhaps some dense layers.
 
-Source: config.json and modeling code of Qwen/Qwen3-30B-A3B. Parity: tests/models against
-transformers.
+Source: config.json and modeling code of Qwen/Qwen3-30B-A3B. Parity: tests/models.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The families we have, by the architecture name of config.json, and the way from a config to a
-spec.
-"""
+"""The families we have, by architecture name, and the way from a config to a spec."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ class Family:
     weights: WeightMap
 
     def describe(self, config: Mapping[str, Any]) -> DecoderSpec:
-        """Check a config and make its spec. Raises ConfigError: missing key, wrong type,
-        unsupported value.
-        """
+        """Check a config, make its spec. ConfigError: key missing, of wrong type, not supported."""
         try:
             checked = msgspec.convert(dict(config), self.config_type)
         except msgspec.ValidationError as error:
@@ -50,9 +46,7 @@ BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.archit
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Find the family of a config. Raises ConfigError, one line: what the model is, what is
-    supported.
-    """
+    """Find the family of a config, or say in one line what it is and what is supported."""
     named: list[str] = config.get("architectures") or []
     for name in named:
         if name in BY_ARCHITECTURE:

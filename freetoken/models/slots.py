@@ -1,6 +1,4 @@
-"""The tensors that a spec's forward pass needs: name, shape, and the runs of rows that checkpoints
-may keep apart.
-"""
+"""The tensors a spec needs: name, shape, and runs of rows that checkpoints may keep apart."""
 
 from __future__ import annotations
 

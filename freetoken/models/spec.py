@@ -1,6 +1,4 @@
-"""What a decoder is, as data: the forward pass and the loader read nothing else. Knows no
-checkpoint format.
-"""
+"""What a decoder is, as data: all that the forward pass and the loader read."""
 
 from __future__ import annotations
 
@@ -109,9 +107,7 @@ class WeightMap:
     stack: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     """Tensors of each {expert}: their rows end to end, then the experts on top of each other."""
     interleaved: frozenset[str] = frozenset()
-    """Names whose rotary rows are stored as neighbours (0, 1), (2, 3) instead of halves of the
-    head.
-    """
+    """Names whose rotary rows are stored as pairs (0, 1), (2, 3), not as halves of the head."""
     ignored: tuple[str, ...] = ()
     """Regular expressions of whole names that are not weights of the forward pass."""
 

@@ -1,5 +1,4 @@
-"""Filling a spec's slots from a checkpoint: names and shapes first, all of them, then the data in
-parallel.
+"""Filling a spec's slots from a checkpoint: all names and shapes first, then the data.
 
 Knows tensor names and shapes, not how a file keeps its bytes.
 """
@@ -9,14 +8,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from freetoken.checkpoint.source import TensorInfo, TensorSource
+from freetoken.checkpoint.source import StoredTensor, TensorSource
 from freetoken.errors import WeightError
 from freetoken.models.slots import Slot, slots
 from freetoken.models.spec import DecoderSpec, WeightMap
@@ -25,9 +24,7 @@ NUM_NAMED = 4
 """Names listed in an error; a wrong map has hundreds and the first few tell which."""
 
 MAX_READERS = 8
-"""Threads that read tensors. Each holds one tensor beside the weights, so more cost memory and not
-only threads.
-"""
+"""Threads that read tensors. Each holds a tensor beside the weights: more cost memory too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ class Part:
 
 
 def assign(
-    spec: DecoderSpec, weight_map: WeightMap, tensors: Mapping[str, TensorInfo], path: Path
+    spec: DecoderSpec, weight_map: WeightMap, tensors: Mapping[str, StoredTensor], path: Path
 ) -> list[Part]:
     """Find the tensors of every slot and check all names and shapes; no data is read.
 
@@ -98,15 +95,13 @@ def read_weights(
     device: torch.device,
     progress: Callable[[int, int], None],
 ) -> dict[str, Tensor]:
-    """Read all parts into slots of `dtype` on `device`; memory stays at the weights and one tensor
-    a reader.
+    """Read all parts into slots of `dtype` on `device`; holds one tensor a reader beside them.
 
     `progress(done, total)` counts checkpoint bytes and is called in the calling thread. The first
-    error of a reader
-    is raised after the running reads have ended.
+    error of a reader is raised after the running reads have ended.
     """
-    remaining = {part.tensor: source.tensors[part.tensor].nbytes for part in parts}
-    total, done = sum(remaining.values()), 0
+    nbytes = {part.tensor: source.tensors[part.tensor].nbytes for part in parts}
+    total, done = sum(nbytes.values()), 0
     weights = {
         part.slot.name: torch.empty(part.slot.shape, dtype=dtype, device=device) for part in parts
     }
@@ -114,17 +109,14 @@ def read_weights(
     with ThreadPoolExecutor(
         min(MAX_READERS, os.cpu_count() or 1), thread_name_prefix="weights"
     ) as readers:
-        waiting: dict[Future[None], Part] = {
+        reads: dict[Future[None], Part] = {
             readers.submit(_read_part, source, part, weights[part.slot.name]): part
             for part in parts
         }
         try:
-            while waiting:
-                ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in ended:
-                    part = waiting.pop(future)
-                    future.result()
-                    done += remaining[part.tensor]
+            for read in as_completed(reads):
+                read.result()
+                done += nbytes[reads[read].tensor]
                 progress(done, total)
         finally:
             readers.shutdown(cancel_futures=True)
@@ -147,10 +139,8 @@ def _halves(rows: Tensor, head_dim: int) -> Tensor:
     return pairs.transpose(1, 2).reshape(rows.shape)
 
 
-def _parts_of(slot: Slot, weight_map: WeightMap, tensors: Mapping[str, TensorInfo]) -> list[Part]:
-    """Return the parts of the first spelling that the checkpoint uses, or of the first one if it
-    uses none.
-    """
+def _parts_of(slot: Slot, weight_map: WeightMap, tensors: Mapping[str, StoredTensor]) -> list[Part]:
+    """Return the first spelling that the checkpoint uses, or the first one if it uses none."""
     spellings = _spellings(slot, weight_map)
     if not spellings:
         raise WeightError(
@@ -197,9 +187,7 @@ def _laid_out(
 
 
 def _gap_text(missing: list[Part], unknown: list[str], num_tensors: int, path: Path) -> str:
-    """Say what is missing, and whether the file looks like another layout rather than a part of
-    this one.
-    """
+    """Say what is missing, and whether the file looks like another layout."""
     first = missing[0]
     wanted = f"expected tensor {first.tensor} {list(first.shape)} for {first.slot.name}"
     others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class LoopLag:
 
     async def run(self) -> None:
         """Sleep a little, note how much too long it took; until cancelled."""
-        clock = asyncio.get_running_loop().time
+        clock = time.monotonic  # uvloop's own clock stands still while the loop is busy
         while True:
             due = clock() + _PERIOD_S
             await asyncio.sleep(_PERIOD_S)

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import cast
 
+import msgspec
+
 from freetoken.errors import RequestError
-from freetoken.server.schema import Reply, Unsupported
+from freetoken.server.schema import Reply, Settings, Unsupported
 from freetoken.types import ModelCard, SamplingParams
 
 SamplingDefaults = Mapping[str, float]
@@ -74,6 +76,39 @@ def sampling_params(
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
+    )
+
+
+def params_from(
+    settings: Mapping[str, object], defaults: SamplingDefaults, card: ModelCard
+) -> SamplingParams:
+    """Return the settings of a reply asked for in Python: fields of SamplingParams by name, checked
+    as the HTTP routes check theirs. None means left out. Raises RequestError naming the field.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    known = [field.name for field in fields(SamplingParams)]
+    for name, value in given.items():
+        if name not in known:
+            raise RequestError(
+                f"expected a setting of {', '.join(known)}, got {name!r}", param=name
+            )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise RequestError(f"{name}: expected a finite number, got {value}", param=name)
+    try:
+        request = msgspec.convert(given, Settings)
+    except msgspec.ValidationError as error:
+        raise _named(str(error), given) from None
+    return sampling_params(
+        request, defaults, card, max_tokens=request.max_tokens, logprobs=request.logprobs
+    )
+
+
+def _named(text: str, given: Mapping[str, object]) -> RequestError:
+    what, _, where = text.replace("`", "").partition(" - at ")
+    name = where.rpartition("$.")[2].partition("[")[0]
+    expected = what.partition(", got ")[0]
+    return RequestError(
+        f"{name}: {expected[:1].lower()}{expected[1:]}, got {given.get(name)!r:.80}", param=name
     )
 
 

@@ -59,6 +59,12 @@ class Reply(Sampling):
     stream_options: StreamOptions | None = None
 
 
+class Settings(Reply):
+    """What a reply asked for in Python, not over HTTP, may set."""
+
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
 class Unsupported(Reply):
     """Fields that change what the output means and that this server cannot honour: refused unless
     null or empty.

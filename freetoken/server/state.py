@@ -30,6 +30,7 @@ class ServerState:
         self, text: TextModel, sampling_defaults: Mapping[str, float], aliases: Collection[str]
     ) -> None:
         """From now on requests are taken."""
+        self.progress.phase = "ok"
         self.text = text
         self.sampling_defaults = sampling_defaults
         self.aliases = aliases

@@ -13,8 +13,7 @@ import torch
 import transformers
 
 import freetoken
-from freetoken.checkpoint.demo import DemoPaths, fetch_demo
-from freetoken.config import load_config
+from freetoken.checkpoint.demo import DemoPaths
 
 pytestmark = [pytest.mark.demo, pytest.mark.limit(300)]
 
@@ -24,12 +23,6 @@ PROMPTS = (
     "Once upon a time, in a village by the sea,",
 )
 NEW = 64
-
-
-@pytest.fixture(scope="module")
-def demo_paths() -> DemoPaths:
-    """Where the demo model is."""
-    return fetch_demo(Path(load_config().model.cache_dir), lambda _step, _done, _total: None)
 
 
 @pytest.fixture(scope="module")

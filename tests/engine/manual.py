@@ -43,6 +43,9 @@ class ManualRunner:
         self._pending: deque[int] = deque()
         self._completion = Completion()
 
+    def warm(self, max_prefill_tokens: int) -> None:
+        """Nothing to warm."""
+
     def launch(self, number: int, chunks: Sequence[Chunk]) -> None:
         assert number == len(self.launched) + 1
         self.launched.append(list(chunks))

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from freetoken.device.completion import Completion
+from freetoken.device.poll_watch import PollWatch
 
 
 def test_waiters_resolve_in_order_up_to_the_number_reached() -> None:
@@ -75,5 +76,23 @@ def test_signal_after_close_does_nothing() -> None:
         completion.close()
         completion.close()
         completion.signal(1)
+
+    asyncio.run(main())
+
+
+def test_polled_word_resolves_waiters_without_the_native_library() -> None:
+    """A machine without a compiler never hears from its device."""
+
+    async def main() -> None:
+        word = memoryview(bytearray(8)).cast("Q")
+        with Completion(word) as completion:
+            watch = PollWatch(word, completion.eventfd)
+            try:
+                for number in range(1, 20):
+                    watch.arm(number)
+                    word[0] = number
+                    await completion.wait(number, 5.0)
+            finally:
+                watch.close()
 
     asyncio.run(main())

@@ -272,3 +272,64 @@ def test_callers_can_await_step_boundaries_and_hang_a_coroutine_between_steps() 
             assert calls == [(1, 2), (2, 3), (3, 3)]
 
     asyncio.run(main())
+
+
+def test_step_listeners_end_with_the_engine() -> None:
+    """A program that waits for ever for the next step of an engine that died."""
+
+    async def main() -> None:
+        runner = ManualRunner()
+        seen: list[int] = []
+
+        async def watch(engine: AsyncEngine) -> None:
+            async with aclosing(engine.steps()) as steps:
+                seen.extend([step async for step in steps])
+
+        async with asyncio.TaskGroup() as tasks:
+            async with running(runner) as engine:
+                watcher = tasks.create_task(watch(engine))
+                reply = tasks.create_task(said(engine, [1], 2))
+                for _ in range(2):
+                    await settle()
+                    runner.finish_step()
+                assert await reply == expected(1, 2)
+            await watcher
+            await watch(engine)
+        assert seen == [1, 2]
+
+    asyncio.run(main())
+
+
+def test_closed_engine_says_so_and_not_that_it_broke() -> None:
+    """A request during the last moments of a shutdown reported as a fault of the device."""
+
+    async def main() -> None:
+        async with running(ManualRunner()) as engine:
+            pass
+        with pytest.raises(NotReady, match="closed"):
+            engine.check(1, SamplingParams())
+
+    asyncio.run(main())
+
+
+def test_cached_tokens_of_a_preempted_request_stay_within_its_prompt() -> None:
+    """Usage that reports more cached tokens than the prompt has, after a restart that found its own
+    pages.
+    """
+
+    async def main() -> None:
+        runner = ManualRunner(is_free=True)
+        async with running(runner, pages=10, reuse=True) as engine, asyncio.TaskGroup() as tasks:
+            params = SamplingParams(max_tokens=20)
+            clients = [
+                tasks.create_task(
+                    collect(engine.generate(range(first, first + 8), params, request_id=name))
+                )
+                for name, first in (("a", 10), ("b", 50), ("c", 90))
+            ]
+            got = [await client for client in clients]
+            assert engine.statistics().preempted > 0
+            assert [(ids, cached) for ids, _, cached in got] == [(expected(8, 20), 0)] * 3
+            assert engine.statistics().cached_tokens == 0
+
+    asyncio.run(main())

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from freetoken.engine.engine import AsyncEngine
 from freetoken.engine.fake import ScriptedReply, ScriptRunner
 from freetoken.errors import DeviceError
 from freetoken.types import SamplingParams, TokenLogprob
@@ -101,6 +102,36 @@ def test_logprobs_are_aligned_with_ids() -> None:
             async for chunk in stream:
                 got += chunk.logprobs or []
             assert [(p.token, p.logprob) for p in got] == [(11, 0.0), (12, 0.0)]
+
+    asyncio.run(main())
+
+
+def test_steps_of_different_delays_end_in_order() -> None:
+    """A reply without delay that overtakes a slow neighbour's step, and then hangs when the number
+    of finished steps falls back.
+    """
+    replies = [ScriptedReply((11, 12), delay_s=0.02), ScriptedReply((21, 22, 23, 24, 25))]
+
+    async def main() -> None:
+        runner = ScriptRunner(replies)
+        ended: list[str] = []
+
+        async def ask(engine: AsyncEngine, name: str) -> list[int]:
+            params = SamplingParams(max_tokens=2 if name == "slow" else None)
+            ids = (await collect(engine.generate(PROMPT, params, request_id=name)))[0]
+            ended.append(name)
+            return ids
+
+        async with running(runner) as engine, asyncio.TaskGroup() as tasks:
+            slow = tasks.create_task(ask(engine, "slow"))
+            quick = tasks.create_task(ask(engine, "quick"))
+            clock = asyncio.get_running_loop().time
+            began = clock()
+            assert await quick == [21, 22, 23, 24, 25]
+            # Both steps of the slow reply held the quick one too.
+            assert clock() - began >= 0.035
+            assert await slow == [11, 12]
+            assert ended == ["slow", "quick"]
 
     asyncio.run(main())
 

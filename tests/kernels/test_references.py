@@ -1,6 +1,4 @@
-"""Launchers against their references on ragged, empty and one-row shapes. Tolerances are those of
-the docstrings.
-"""
+"""Launchers against references on ragged, empty and one-row shapes."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ def test_rms_norm_adds_to_the_residual_in_place(tokens: int) -> None:
 @pytest.mark.parametrize("dim", [4, 12, 16])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_rope_equals_reference(tokens: int, dim: int, kind: str) -> None:
-    """Catches a wrong half, a touched rest of a partial rotation, and a result overwritten in place
-    too early.
-    """
+    """Catches a wrong half, a touched rest, a result overwritten in place too early."""
     dtype, tolerance = DTYPES[kind]
     positions = torch.arange(tokens) * 37
     cos, sin = rope.angles(positions, 0.1 ** torch.arange(dim // 2), 1.3)
@@ -121,9 +117,7 @@ def test_router_topk_gives_ties_to_the_lowest_expert() -> None:
 @pytest.mark.parametrize("kind", list(DTYPES))
 @pytest.mark.parametrize("tokens", [*TOKENS, 40])
 def test_moe_experts_equals_reference(tokens: int, kind: str) -> None:
-    """Catches a token sent to another's expert, a weight of another rank, an expert that is never
-    used.
-    """
+    """Catches a token sent to another's expert, a weight of another rank."""
     dtype, tolerance = DTYPES[kind]
     x, up, down = (
         drawn(tokens, 16, dtype=dtype),
@@ -142,9 +136,7 @@ def test_moe_experts_equals_reference(tokens: int, kind: str) -> None:
 
 
 def test_moe_experts_row_does_not_depend_on_neighbours() -> None:
-    """Catches sums whose order follows the batch: a row alone and among others must agree to fp32
-    rounding.
-    """
+    """Catches sums whose order follows the batch: alone and among others must agree."""
     x, up, down = drawn(30, 16), drawn(9, 24, 16, seed=1), drawn(9, 16, 12, seed=2)
     ids, weights = router_topk.reference(drawn(30, 9, seed=3), 3, renormalize=True)
     together = moe_experts.moe_experts(x, up, down, ids, weights)
@@ -213,9 +205,7 @@ def paged_step(
 @pytest.mark.parametrize("window", [None, 1, 3, 6, 100])
 @pytest.mark.parametrize("step", list(STEPS))
 def test_paged_attention_equals_reference(step: str, window: int | None, kind: str) -> None:
-    """Catches masks off by one, heads grouped wrongly, keys of other sequences, and reads of
-    unwritten slots (NaN).
-    """
+    """Catches masks off by one, wrongly grouped heads, foreign keys, unwritten slots (NaN)."""
     dtype, tolerance = DTYPES[kind]
     inputs = paged_step(STEPS[step], dtype, window)
     expected = paged_attention.reference(**inputs)

@@ -1,6 +1,4 @@
-"""Writes a transformers model as a GGUF file with gguf-py, the way the public converter lays
-tensors out.
-"""
+"""Writes a transformers model as a GGUF file, laid out as the public converter does."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ TOP_NAMES = {
 
 
 def llama3_divisors(rope: dict[str, Any], head_dim: int) -> Tensor:
-    """Compute what the converter bakes for Llama 3's scaling: one divisor a frequency, written out
-    as a loop.
-    """
+    """Compute the divisors that the converter bakes for Llama 3, written out as a loop."""
     divisors = []
     for index in range(0, head_dim, 2):
         wavelength = 2 * np.pi * rope["rope_theta"] ** (index / head_dim)
@@ -62,9 +58,7 @@ def llama3_divisors(rope: dict[str, Any], head_dim: int) -> Tensor:
 def write(
     model: Any, path: Path, arch: str, quantization: gguf.GGMLQuantizationType | None = None
 ) -> None:
-    """Write `model`; with a quantization, matrices are stored in it and the model gets the values
-    they decode to.
-    """
+    """Write `model`; with a quantization, the model gets the values its matrices decode to."""
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(config.max_position_embeddings)
@@ -101,9 +95,7 @@ def write(
 
 
 def _stored(parameter: Tensor, quantization: gguf.GGMLQuantizationType | None) -> Tensor:
-    """Round the model's own parameter to what the file can hold. Routers stay as they are, as in
-    real files.
-    """
+    """Round a parameter in place to what the file can hold. Routers stay, as in real files."""
     value = parameter.detach()
     if quantization is not None and _is_quantized(value):
         flat = value.flatten(0, -2).numpy()

@@ -1,8 +1,7 @@
 """Tiny random checkpoints of each family, made and answered by transformers in fp32.
 
 All matrices are drawn from N(0, 0.15) and norms and biases are perturbed: the default
-initialisation hides wrong norms,
-unused biases and constant routing.
+initialisation hides wrong norms, unused biases and constant routing.
 """
 
 from __future__ import annotations

@@ -13,14 +13,16 @@ from freetoken.kvcache.pool import KvPool
 from freetoken.layers.step import StepInput
 from freetoken.models.decoder import Decoder
 from freetoken.models.load import load_decoder, open_checkpoint
+from freetoken.native import Native
 
 PAGE_TOKENS = 4
 
 
-def opened(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def opened(path: Path, dtype: torch.dtype = torch.float32, native: Native | None = None) -> Decoder:
     """Load a checkpoint on the CPU."""
-    checkpoint = open_checkpoint(path)
-    decoder = load_decoder(checkpoint, dtype, torch.device("cpu"), lambda _done, _total: None)
+    checkpoint = open_checkpoint(path, native)
+    cpu = torch.device("cpu")
+    decoder = load_decoder(checkpoint, dtype, cpu, lambda _done, _total: None, native)
     checkpoint.close()
     return decoder
 

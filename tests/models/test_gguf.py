@@ -56,9 +56,7 @@ def written(case: str, folder: Path) -> tuple[Oracle, Path]:
 
 @pytest.mark.parametrize("case", list(FILES))
 def test_gguf_logits_and_tokens_equal_transformers(case: str, tmp_path: Path) -> None:
-    """Catches permuted query rows, swapped gate and up, baked rope scaling, a tied head:
-    llama.cpp's layouts.
-    """
+    """Catches permuted query rows, swapped gate and up, baked rope scaling, a tied head."""
     oracle, path = written(case, tmp_path)
     decoder = opened(path)
     (logits,) = Loop(decoder).step([(Sequence(), oracle.prompt)], every_row=True)

@@ -1,6 +1,4 @@
-"""Opening and loading: what is refused before any data is read, and what different spellings come
-to.
-"""
+"""Opening and loading: what is refused before reading, what other spellings come to."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from freetoken.checkpoint.source import TensorInfo
+from freetoken.checkpoint.source import StoredTensor
 from freetoken.errors import ConfigError, WeightError
 from freetoken.models.load import load_decoder, open_checkpoint
 from freetoken.models.slots import slots
@@ -128,9 +126,7 @@ def test_rotary_buffers_are_ignored(oracles: Oracles, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "olmoe"])
 def test_stacked_experts_load_like_single_ones(name: str, oracles: Oracles, tmp_path: Path) -> None:
-    """Catches files with fused experts, as transformers 5 may write them, being refused or halved
-    wrongly.
-    """
+    """Catches files with fused experts, as transformers 5 may write them, being refused."""
     oracle = oracles(name)
 
     def stack(tensors: dict[str, Tensor]) -> None:
@@ -256,9 +252,7 @@ def test_unsupported_config_is_refused_in_one_line(
 
 
 def test_end_ids_are_the_union_of_both_files(oracles: Oracles, tmp_path: Path) -> None:
-    """H23: catches a model that plays the user too because generation_config's ids replaced
-    config's.
-    """
+    """H23: catches a model that plays the user because one file of end ids replaced the other."""
     folder = copied(oracles("llama"), tmp_path, {"eos_token_id": 5})
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9], "temperature": 0.6}')
     checkpoint = open_checkpoint(folder)
@@ -320,9 +314,7 @@ def test_byte_counts_match_the_loaded_model(oracles: Oracles) -> None:
 
 
 def test_bfloat16_stays_close_to_float32(oracles: Oracles) -> None:
-    """Catches a dtype that only some tensors have: the pass fails, or the direction of the logits
-    is lost.
-    """
+    """Catches a dtype that only some tensors have: the pass fails, or the logits are noise."""
     oracle = oracles("qwen3")
     (logits,) = Loop(opened(oracle.folder, torch.bfloat16)).step(
         [(Sequence(), oracle.prompt)], every_row=True
@@ -337,7 +329,7 @@ class FailingSource:
     path = Path("broken")
 
     def __init__(self, names: list[str]) -> None:
-        self.tensors = {name: TensorInfo(name, (48,), "F32", 192, self.path) for name in names}
+        self.tensors = {name: StoredTensor(name, (48,), "F32", 192, self.path) for name in names}
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         if name == "b":
@@ -356,3 +348,14 @@ def test_failed_read_reaches_the_caller(oracles: Oracles) -> None:
     parts = [Part(name, slot, None, 0, 48, False) for name, slot in zip(names, norms, strict=True)]
     with pytest.raises(WeightError, match="got 10 in broken"):
         read_weights(FailingSource(names), parts, torch.float32, CPU, lambda _done, _total: None)
+
+
+def test_many_parts_load_in_linear_time(oracles: Oracles) -> None:
+    """Catches a loader that looks at every open read again for each one that ends."""
+    checkpoint = open_checkpoint(oracles("llama").folder)
+    norm = next(slot for slot in slots(checkpoint.spec) if slot.name == "norm")
+    checkpoint.close()
+    names = [f"n{index}" for index in range(20_000)]
+    parts = [Part(name, norm, None, 0, 48, is_interleaved=False) for name in names]
+    source = FailingSource(names)
+    read_weights(source, parts, torch.float32, CPU, lambda _done, _total: None)

@@ -1,6 +1,4 @@
-"""Our forward pass against transformers, and against itself in other cuts. Tolerance: fp32, 1e-4 on
-logits.
-"""
+"""Our forward pass against transformers and in other cuts. Tolerance: fp32, 1e-4 on logits."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ def test_prompt_logits_equal_transformers(oracle: Oracle, decoder: Decoder) -> N
 
 
 def test_greedy_tokens_equal_transformers(oracle: Oracle, decoder: Decoder) -> None:
-    """Catches errors that only show in decode steps: wrong position, wrong slot, a window that
-    never moves.
-    """
+    """Catches errors of decode steps: wrong position, wrong slot, a window that never moves."""
     assert Loop(decoder).greedy([oracle.prompt], NEW) == [oracle.greedy]
 
 
@@ -54,9 +50,7 @@ def test_one_token_at_a_time_equals_whole(oracle: Oracle, decoder: Decoder) -> N
 
 
 def test_mixed_batch_equals_alone(oracle: Oracle, decoder: Decoder) -> None:
-    """Catches rows that see their neighbours: prefill, chunk and decode rows of several sequences
-    in one step.
-    """
+    """Catches rows that see their neighbours: prefill, chunk and decode rows in one step."""
     loop = Loop(decoder)
     prompt = oracle.prompt
     first, second, third, fourth = (Sequence() for _ in range(4))
@@ -79,9 +73,7 @@ def test_batched_greedy_equals_alone(oracle: Oracle, decoder: Decoder) -> None:
 
 
 def test_shared_prefix_pages_equal_cold(oracle: Oracle, decoder: Decoder) -> None:
-    """Catches a prefix hit that is not the same as computing the prefix: two sequences on the same
-    pages.
-    """
+    """Catches a prefix hit that differs from computing it: two sequences on the same pages."""
     loop, first = Loop(decoder), Sequence()
     loop.step([(first, oracle.prompt)])
     shared = 4 * PAGE_TOKENS

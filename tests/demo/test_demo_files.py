@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 from freetoken.checkpoint.demo import DENSE_SHA256, RECIPE, DemoPaths
 from freetoken.checkpoint.gguf import open_gguf
 
-pytestmark = pytest.mark.limit(60)
+pytestmark = [pytest.mark.demo, pytest.mark.limit(60)]
 
 MOE_SHA256 = "796cc81bed53b4f67d3b523b73977f6e1c300324335fbee7a2e9d5006115bfe5"
 """Of the recipe's revision 1: same input and recipe give the same bytes on every machine."""
