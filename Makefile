@@ -13,7 +13,7 @@ empty :=
 space := $(empty) $(empty)
 NATIVE := $(wildcard native/*.cpp native/*.h native/*.py)
 
-.PHONY: setup run smoke test check fmt fmt-check lint type imports size native bench clean
+.PHONY: setup run smoke test test-demo test-gpu check fmt fmt-check lint type imports size native bench bench-gpu clean
 
 setup: .venv/.stamp-dev
 
@@ -42,6 +42,14 @@ smoke: .venv/.stamp-run
 test: .venv/.stamp-dev
 	$(BIN)/pytest
 
+# The real demo model against transformers; it is in the cache after `make smoke`.
+test-demo: .venv/.stamp-dev
+	$(BIN)/pytest -m demo
+
+# All kernels and the engine on this machine's GPU.
+test-gpu: .venv/.stamp-dev
+	$(BIN)/pytest -m gpu
+
 check: fmt-check lint type imports size test
 
 fmt: .venv/.stamp-dev
@@ -66,8 +74,14 @@ size: .venv/.stamp-dev
 native: .venv/.stamp-run
 	$(BIN)/python native/build.py
 
-bench: .venv/.stamp-run
-	$(BIN)/python bench/serve.py
+bench: .venv/.stamp-dev
+	$(BIN)/python -m bench.serve
+
+# On a machine with an NVIDIA GPU: kernels against their bounds, then the server on a synthetic model.
+bench-gpu: .venv/.stamp-dev
+	$(BIN)/python -m bench.kernels
+	$(BIN)/python -m bench.kernels_prefill
+	$(BIN)/python -m bench.gpu
 
 clean:
 	rm -rf .venv build dist freetoken/_native

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import shlex
 import statistics
 import tempfile
@@ -94,10 +95,9 @@ async def decode_rows(engine: AsyncEngine, streams: int, tokens: int) -> list[Ro
     async def one(number: int) -> tuple[float, list[float]]:
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         prompt = [(7 * i + number) % 250 for i in range(64)]
-        times: list[float] = []
-        async for _ in engine.generate(prompt, params, request_id=f"d{streams}-{number}"):
-            times.append(time.perf_counter())
-        gaps = [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)]
+        stream = engine.generate(prompt, params, request_id=f"d{streams}-{number}")
+        times = [time.perf_counter() async for _ in stream]
+        gaps = [1e3 * (b - a) for a, b in itertools.pairwise(times)]
         return times[0], gaps
 
     results = await asyncio.gather(*(one(i) for i in range(streams)))
@@ -113,7 +113,7 @@ async def decode_rows(engine: AsyncEngine, streams: int, tokens: int) -> list[Ro
 
 async def fairness_rows(engine: AsyncEngine, prompt_tokens: int) -> list[Row]:
     """A running stream's longest gap while a long prompt is computed."""
-    long_done = asyncio.Event()
+    is_running, long_done = asyncio.Event(), asyncio.Event()
     gaps: list[float] = []
 
     async def stream() -> None:
@@ -124,12 +124,13 @@ async def fairness_rows(engine: AsyncEngine, prompt_tokens: int) -> list[Row]:
             if last:
                 gaps.append(1e3 * (now - last))
             last = now
+            if len(gaps) == 20:
+                is_running.set()
             if long_done.is_set():
                 break
 
     async def long() -> float:
-        while len(gaps) < 20:
-            await asyncio.sleep(0.005)
+        await is_running.wait()
         gaps.clear()
         prompt = [(11 * i) % 250 for i in range(prompt_tokens)]
         params = SamplingParams(max_tokens=1, temperature=0.0)

@@ -282,7 +282,11 @@ def main() -> int:
             bench_rows(bench, tokens)
     print(f"{time.monotonic() - began:.0f} s", flush=True)
     if arguments.json is not None:
-        facts = {"device": name, "torch": str(torch.__version__), "bounds": [PEAK_BYTES, PEAK_FLOPS]}
+        facts = {
+            "device": name,
+            "torch": str(torch.__version__),
+            "bounds": [PEAK_BYTES, PEAK_FLOPS],
+        }
         arguments.json.write_bytes(
             msgspec.json.encode({"facts": facts, "rows": bench.rows, "swept": bench.swept})
         )

@@ -1,4 +1,4 @@
-"""A model with true shapes and random weights, made in memory: for speed and memory, not for sense."""
+"""A model with true shapes and random weights, made in memory: for speed and memory only."""
 
 from __future__ import annotations
 

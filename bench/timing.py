@@ -1,4 +1,4 @@
-"""Timing small kernels the way a step runs them: many launches in one CUDA graph, over memory larger than the caches."""
+"""Timing small kernels as a step runs them: many launches in a CUDA graph, over much memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,28 @@ class Row:
         """Return the row as text."""
         versus = "" if self.torch_us is None else f" torch {self.torch_us:8.2f} us"
         return (
-            f"{self.kernel:20s} {self.shape:26s} {self.us:8.2f} us {self.num_bytes / 1e6:8.2f} MB {self.num_bytes / self.us / 1e3:6.0f} GB/s"
-            f" {self.num_flop / self.us / 1e6:6.1f} TF/s {100 * self.bound_us / self.us:4.0f} %{versus}  {self.config}"
+            f"{self.kernel:16s} {self.shape:24s} {self.us:8.2f} us"
+            f" {self.num_bytes / 1e6:8.2f} MB {self.num_bytes / self.us / 1e3:6.0f} GB/s"
+            f" {self.num_flop / self.us / 1e6:6.1f} TF/s {100 * self.bound_us / self.us:4.0f} %"
+            f"{versus}  {self.config}"
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is timed: `launch(config, turn)`, turn counting through `turns` sets of buffers."""
+
+    kernel: str
+    shape: str
+    num_bytes: int
+    num_flop: int
+    turns: int
+    launch: Callable[[Any, int], object]
+    in_torch: Sequence[Launch] = ()
+
+
 def graph_us(launches: Sequence[Launch], *, count: int = LAUNCHES, replays: int = 7) -> float:
-    """Return the microseconds a launch takes inside a graph of `count` launches, taken in turn. Compiles first."""
+    """Return the microseconds a launch takes in a graph of `count`. Compiles first."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for launch in launches[:2]:
@@ -80,44 +96,43 @@ def copies(num_bytes: int) -> int:
 class Report:
     """Collects rows; prints each as it comes, and the best config of each shape."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_full: bool) -> None:
+        """`is_full` sweeps configs; otherwise only the served one is timed."""
+        self.is_full = is_full
         self.rows: list[Row] = []
         self._start = time.perf_counter()
 
-    def sweep(
-        self,
-        kernel: str,
-        shape: str,
-        num_bytes: int,
-        num_flop: int,
-        *,
-        launches: Callable[[Any], Sequence[Launch]],
-        configs: Sequence[Any],
-        torch_launches: Sequence[Launch] | None = None,
-    ) -> None:
+    def sweep(self, work: Work, configs: Sequence[Any]) -> None:
         """Time a kernel with each config (the first is the one served) and torch's way once."""
-        torch_us = None if torch_launches is None else graph_us(torch_launches)
+        torch_us = graph_us(work.in_torch) if work.in_torch else None
         found: list[Row] = []
-        for config in configs:
+        for config in configs if self.is_full else configs[:1]:
             try:
-                us = graph_us(launches(config))
+                us = graph_us([partial(work.launch, config, turn) for turn in range(work.turns)])
             except (RuntimeError, ValueError) as error:
-                # A candidate may not fit the chip (registers, shared memory); the sweep goes on without it.
-                print(
-                    f"{kernel:20s} {shape:26s} {config}: {type(error).__name__} {str(error)[:90]}"
-                )
+                # A candidate may not fit the chip (registers, shared memory); the sweep goes on.
+                reason = f"{type(error).__name__} {str(error)[:90]}"
+                print(f"{work.kernel:16s} {work.shape:24s} {config}: {reason}")
                 continue
-            found.append(Row(kernel, shape, str(config), us, num_bytes, num_flop, torch_us))
+            found.append(
+                Row(
+                    work.kernel,
+                    work.shape,
+                    str(config),
+                    us,
+                    work.num_bytes,
+                    work.num_flop,
+                    torch_us,
+                )
+            )
         if not found:
             return
         best = min(found, key=lambda row: row.us)
         self.rows += found
-        print(found[0].line())
+        print(found[0].line(), flush=True)
         if best is not found[0]:
-            print(
-                f"{'':20s} best of {len(found):2d}: {best.us:8.2f} us {100 * best.bound_us / best.us:4.0f} %  {best.config}",
-                flush=True,
-            )
+            share = 100 * best.bound_us / best.us
+            print(f"  best of {len(found):2d}: {best.us:8.2f} us {share:4.0f} %  {best.config}")
 
     def finish(self, path: str | None) -> None:
         """Print the total time and write the rows as JSON."""

@@ -25,6 +25,7 @@ from msgspec.inspect import (
     LiteralType,
     Metadata,
     NoneType,
+    StrType,
     StructType,
     Type,
     UnionType,
@@ -49,21 +50,25 @@ Tokens = Annotated[int, Meta(ge=2)]
 """One for the prompt and one for the reply is the least that can be served."""
 
 
+Text = Annotated[str, Meta(min_length=1)]
+"""An empty path would mean the working folder to one and nothing to the other."""
+
+
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """What is served and in which form. One of `path`, `demo`, `fake` names the model."""
 
     path: Annotated[
-        str | None,
+        Text | None,
         _key("checkpoint: a folder with safetensors, a GGUF file, or the word demo", flag="model"),
     ] = None
     demo: Annotated[
         bool, _key("serve the small demo model, fetched once into the cache folder")
     ] = False
     fake: Annotated[
-        str | None, _key("serve scripted replies from this JSON file instead of a model")
+        Text | None, _key("serve scripted replies from this JSON file instead of a model")
     ] = None
     served_name: Annotated[
-        str | None,
+        Text | None,
         _key(
             "model id that clients use; default: the checkpoint's own name",
             flag="served-model-name",
@@ -75,7 +80,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
         _key("number format of activations and plain weights"),
     ] = "auto"
     chat_template: Annotated[
-        str | None, _key("Jinja chat template file that replaces or supplies the checkpoint's own")
+        Text | None, _key("Jinja chat template file that replaces or supplies the checkpoint's own")
     ] = None
     sampling_defaults: Annotated[
         Literal["model", "openai"],
@@ -241,7 +246,7 @@ def _expected(info: Type) -> str:
             if limit is not None
         ]
         return " ".join([kind, *bounds])
-    return "text"
+    return "text that is not empty" if isinstance(info, StrType) and info.min_length else "text"
 
 
 KEYS: tuple[Key, ...] = _table()

@@ -46,8 +46,12 @@ def reference(ids: Tensor, state: StepState, page_tokens: int, spare_slot: int) 
     busy = state.kv_lens > 0
     positions = torch.where(busy, state.positions + 1, state.positions)
     pages = state.page_table.shape[1]
-    page = state.page_table.long().gather(1, (positions // page_tokens).clamp(max=pages - 1)[:, None])[:, 0]
-    slots = torch.where(positions < pages * page_tokens, page * page_tokens + positions % page_tokens, spare_slot)
+    page = state.page_table.long().gather(
+        1, (positions // page_tokens).clamp(max=pages - 1)[:, None]
+    )[:, 0]
+    slots = torch.where(
+        positions < pages * page_tokens, page * page_tokens + positions % page_tokens, spare_slot
+    )
     return StepState(
         torch.where(busy, ids, state.tokens),
         positions,
@@ -75,7 +79,9 @@ def _kernel(
     position = tl.load(positions_ptr + row, mask=real, other=0) + 1
     # A sequence at the end of its pages goes on harmlessly until the CPU stops it.
     in_pages = position < pages * PAGE
-    page = tl.load(table_ptr + row * pages + position // PAGE, mask=busy & in_pages, other=0).to(tl.int64)
+    page = tl.load(table_ptr + row * pages + position // PAGE, mask=busy & in_pages, other=0).to(
+        tl.int64
+    )
     slot = tl.where(in_pages, page * PAGE + position % PAGE, spare_slot)
     tl.store(tokens_ptr + row, token, mask=busy)
     tl.store(positions_ptr + row, position, mask=busy)
@@ -96,7 +102,14 @@ def _kernel(
 
 
 def advance(
-    ids: Tensor, is_sound: Tensor, state: StepState, page_tokens: int, *, host_ids: Tensor, host_word: Tensor, spare_slot: int
+    ids: Tensor,
+    is_sound: Tensor,
+    state: StepState,
+    page_tokens: int,
+    *,
+    host_ids: Tensor,
+    host_word: Tensor,
+    spare_slot: int,
 ) -> None:
     """Move every busy row on by its sampled token and publish the step.
 
@@ -110,9 +123,13 @@ def advance(
     """
     batch, pages = state.page_table.shape
     if ids.shape[0] != batch or host_ids.shape[1] != batch or not state.page_table.is_contiguous():
-        raise ValueError(f"expected {batch} ids, host rows of as many and a contiguous page table, got {list(ids.shape)}, {list(host_ids.shape)}")
+        raise ValueError(
+            f"expected {batch} ids, host rows of as many and a contiguous page table, got {list(ids.shape)}, {list(host_ids.shape)}"
+        )
     if host_word.dtype != torch.int64 or host_ids.dtype != torch.int64:
-        raise ValueError(f"expected int64 in pinned memory, got {host_ids.dtype}, {host_word.dtype}")
+        raise ValueError(
+            f"expected int64 in pinned memory, got {host_ids.dtype}, {host_word.dtype}"
+        )
     early = early_launch(ids.device)
     _kernel[(1,)](
         ids, is_sound.view(torch.int8) if is_sound.dtype == torch.bool else is_sound, state.tokens, state.positions,

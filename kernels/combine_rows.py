@@ -29,7 +29,7 @@ def _kernel(
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = cols < hidden
     total = tl.zeros([BLOCK_N], dtype=tl.float32)
-    for rank in tl.static_range(TOP_K):
+    for rank in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
         row = tl.load(rows + (token * TOP_K + rank) * hidden + cols, mask=inside, other=0.0)
         total += row.to(tl.float32) * tl.load(weights + token * TOP_K + rank)
     if RESIDUAL:

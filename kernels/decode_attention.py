@@ -51,10 +51,14 @@ class Prologue:
 def default_config(kv_heads: int, group: int, head_dim: int) -> AttentionConfig:
     """Pick when nothing was measured: splits that fill a large GPU with one sequence."""
     splits = min(64, next_power_of_2(-(-128 // kv_heads)))
-    return CONFIGS.get((kv_heads, group, head_dim)) or AttentionConfig(splits, keys=64 if head_dim <= 128 else 32)
+    return CONFIGS.get((kv_heads, group, head_dim)) or AttentionConfig(
+        splits, keys=64 if head_dim <= 128 else 32
+    )
 
 
-def scratch_elements(batch: int, heads: int, kv_heads: int, head_dim: int, config: AttentionConfig | None = None) -> int:
+def scratch_elements(
+    batch: int, heads: int, kv_heads: int, head_dim: int, config: AttentionConfig | None = None
+) -> int:
     """Return how many float32 elements of scratch a launch needs."""
     config = config or default_config(kv_heads, heads // kv_heads, head_dim)
     return batch * heads * config.splits * (head_dim + 2)
@@ -70,9 +74,13 @@ def reference(
     for row, length in enumerate(kv_lens.tolist()):
         if not length:
             continue
-        tokens = torch.arange(0 if window is None else max(0, length - window), length, device=q.device)
+        tokens = torch.arange(
+            0 if window is None else max(0, length - window), length, device=q.device
+        )
         slots = page_table[row].long()[tokens // page_tokens] * page_tokens + tokens % page_tokens
-        keys, values = (pool[slots].float().repeat_interleave(group, 1) for pool in (k_pool, v_pool))
+        keys, values = (
+            pool[slots].float().repeat_interleave(group, 1) for pool in (k_pool, v_pool)
+        )
         scores = scale * torch.einsum("hd,thd->ht", q[row].float(), keys)
         if sinks is not None:
             scores = torch.cat([scores, sinks.float()[:, None]], 1)
@@ -135,14 +143,25 @@ def _combine(
     for start in range(0, active, 8):
         some = start + tl.arange(0, 8)
         here = (some < active)[:, None]
-        weight = tl.load(max_ptr + some[:, None] * GROUP + member[None, :], mask=here & real[None, :], other=-1e30, cache_modifier=".cg")
+        weight = tl.load(
+            max_ptr + some[:, None] * GROUP + member[None, :],
+            mask=here & real[None, :],
+            other=-1e30,
+            cache_modifier=".cg",
+        )
         weight = tl.exp2(weight - greatest[None, :])
         place = (some[:, None, None] * GROUP + member[None, :, None]) * HEAD_DIM + d[None, None, :]
-        part = tl.load(acc_ptr + place, mask=here[:, :, None] & inside, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            acc_ptr + place, mask=here[:, :, None] & inside, other=0.0, cache_modifier=".cg"
+        )
         acc += tl.sum(part * weight[:, :, None], 0)
     # Without keys the sum is 0; so is the result.
     out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    tl.store(out_ptr + member[:, None] * HEAD_DIM + d[None, :], out.to(out_ptr.dtype.element_ty), mask=real[:, None] & (d < HEAD_DIM)[None, :])
+    tl.store(
+        out_ptr + member[:, None] * HEAD_DIM + d[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=real[:, None] & (d < HEAD_DIM)[None, :],
+    )
 
 
 @triton.jit
@@ -179,24 +198,29 @@ def _kernel(
             q_row + head[:, None] * HEAD_DIM, norm_ptr + head[:, None] * HEAD_DIM, cos_ptr + row * HALF, sin_ptr + row * HALF,
             real, eps, clip, HEAD_DIM, DIM_PAD, HALF, NORM, CLIP,
         ).to(element)  # fmt: skip
-        if end == length:
-            if length > 0:
-                # This split has the new token. Nobody else reads its slot in this launch.
-                one = tl.zeros([1, 1], tl.int32) + kv_head + KV_HEADS * GROUP
-                new_k = _turned(
-                    q_row + one * HEAD_DIM, norm_ptr + one * HEAD_DIM, cos_ptr + row * HALF, sin_ptr + row * HALF,
-                    one >= 0, eps, clip, HEAD_DIM, DIM_PAD, HALF, NORM, CLIP,
-                ).to(element)  # fmt: skip
-                v = tl.load(q_row + (one + KV_HEADS) * HEAD_DIM + d[None, :], mask=in_dim[None, :], other=0.0).to(tl.float32)
-                if CLIP:
-                    v = tl.minimum(tl.maximum(v, -clip), clip)
-                new_v = v.to(element)
-                slot = tl.load(slots_ptr + row).to(tl.int64)
-                place = (slot * KV_HEADS + kv_head) * HEAD_DIM + d[None, :]
-                tl.store(k_ptr + place, new_k, mask=in_dim[None, :])
-                tl.store(v_ptr + place, new_v, mask=in_dim[None, :])
+        if (end == length) & (length > 0):
+            # This split has the new token. Nobody else reads its slot in this launch.
+            one = tl.zeros([1, 1], tl.int32) + kv_head + KV_HEADS * GROUP
+            new_k = _turned(
+                q_row + one * HEAD_DIM, norm_ptr + one * HEAD_DIM, cos_ptr + row * HALF, sin_ptr + row * HALF,
+                one >= 0, eps, clip, HEAD_DIM, DIM_PAD, HALF, NORM, CLIP,
+            ).to(element)  # fmt: skip
+            v = tl.load(
+                q_row + (one + KV_HEADS) * HEAD_DIM + d[None, :],
+                mask=in_dim[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            if CLIP:
+                v = tl.minimum(tl.maximum(v, -clip), clip)
+            new_v = v.to(element)
+            slot = tl.load(slots_ptr + row).to(tl.int64)
+            place = (slot * KV_HEADS + kv_head) * HEAD_DIM + d[None, :]
+            tl.store(k_ptr + place, new_k, mask=in_dim[None, :])
+            tl.store(v_ptr + place, new_v, mask=in_dim[None, :])
     else:
-        q = tl.load(q_row + head[:, None] * HEAD_DIM + d[None, :], mask=real & in_dim[None, :], other=0.0).to(element)
+        q = tl.load(
+            q_row + head[:, None] * HEAD_DIM + d[None, :], mask=real & in_dim[None, :], other=0.0
+        ).to(element)
     greatest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
@@ -204,8 +228,12 @@ def _kernel(
         position = tile + tl.arange(0, KEYS)
         ok = position < end
         stored = ok & (position != length - 1) if FUSED else ok
-        page = tl.load(table_ptr + row * table_stride + position // PAGE, mask=ok, other=0).to(tl.int64)
-        place = ((page * PAGE + position % PAGE) * KV_HEADS + kv_head)[:, None] * HEAD_DIM + d[None, :]
+        page = tl.load(table_ptr + row * table_stride + position // PAGE, mask=ok, other=0).to(
+            tl.int64
+        )
+        place = ((page * PAGE + position % PAGE) * KV_HEADS + kv_head)[:, None] * HEAD_DIM + d[
+            None, :
+        ]
         k = tl.load(k_ptr + place, mask=stored[:, None] & in_dim[None, :], other=0.0)
         if FUSED:
             k = tl.where((position == length - 1)[:, None], new_k, k)
@@ -263,14 +291,29 @@ def decode_attention(
     heads = out.shape[1] // head_dim
     group = heads // kv_heads
     width = (heads + (2 * kv_heads if prologue else 0)) * head_dim
-    if group * kv_heads * head_dim != out.shape[1] or q.shape[1] < width or q.stride(1) != 1 or not out.is_contiguous():
-        raise ValueError(f"expected q of at least {width} columns and contiguous out of whole groups, got {list(q.shape)}, {list(out.shape)}")
+    if (
+        group * kv_heads * head_dim != out.shape[1]
+        or q.shape[1] < width
+        or q.stride(1) != 1
+        or not out.is_contiguous()
+    ):
+        raise ValueError(
+            f"expected q of at least {width} columns and contiguous out of whole groups, got {list(q.shape)}, {list(out.shape)}"
+        )
     if page_table.shape[0] != batch or kv_lens.shape[0] != batch or page_table.stride(1) != 1:
-        raise ValueError(f"expected a page table and length for each of {batch} rows, got {list(page_table.shape)}, {list(kv_lens.shape)}")
+        raise ValueError(
+            f"expected a page table and length for each of {batch} rows, got {list(page_table.shape)}, {list(kv_lens.shape)}"
+        )
     config = config or default_config(kv_heads, group, head_dim)
     needed = scratch_elements(batch, heads, kv_heads, head_dim, config)
-    if scratch.numel() < needed or scratch.dtype != torch.float32 or counters.numel() < batch * kv_heads:
-        raise ValueError(f"expected {needed} float32 of scratch and {batch * kv_heads} counters, got {scratch.numel()}, {counters.numel()}")
+    if (
+        scratch.numel() < needed
+        or scratch.dtype != torch.float32
+        or counters.numel() < batch * kv_heads
+    ):
+        raise ValueError(
+            f"expected {needed} float32 of scratch and {batch * kv_heads} counters, got {scratch.numel()}, {counters.numel()}"
+        )
     early = early_launch(q.device)
     norm = prologue.norm if prologue else None
     clip = prologue.clip if prologue else None

@@ -21,7 +21,11 @@ _BLOCK = 1024
 
 
 def reference(
-    tokens: Tensor, table: Tensor, positions: Tensor, frequencies: Tensor, attention_scale: float = 1.0
+    tokens: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
+    attention_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return h [batch, hidden] and the angles cos and sin [batch, half]."""
     return table[tokens.long()], *angles(positions.long(), frequencies, attention_scale)
@@ -38,7 +42,9 @@ def _kernel(
     row = tl.program_id(1)
     if tl.program_id(0) == 0:
         pair = tl.arange(0, HALF_PAD)
-        turn = tl.load(positions_ptr + row).to(tl.float32) * tl.load(frequencies_ptr + pair, mask=pair < half, other=0.0)
+        turn = tl.load(positions_ptr + row).to(tl.float32) * tl.load(
+            frequencies_ptr + pair, mask=pair < half, other=0.0
+        )
         # The hardware's own cosine is only good near 0; positions go to 256k.
         cos = libdevice.cos(turn) if LIBDEVICE else tl.cos(turn)
         sin = libdevice.sin(turn) if LIBDEVICE else tl.sin(turn)
@@ -47,7 +53,11 @@ def _kernel(
     else:
         col = (tl.program_id(0) - 1) * BLOCK + tl.arange(0, BLOCK)
         token = tl.load(tokens_ptr + row).to(tl.int64)
-        tl.store(h_ptr + row * hidden + col, tl.load(table_ptr + token * hidden + col, mask=col < hidden, other=0.0), mask=col < hidden)
+        tl.store(
+            h_ptr + row * hidden + col,
+            tl.load(table_ptr + token * hidden + col, mask=col < hidden, other=0.0),
+            mask=col < hidden,
+        )
 
 
 def embed_rows(
@@ -65,10 +75,19 @@ def embed_rows(
     Reference: `reference`; h exact, angles 1e-5 absolute.
     """
     (batch, hidden), half = h.shape, frequencies.shape[0]
-    if tokens.shape[0] != batch or table.shape[1] != hidden or h.dtype != table.dtype or not (h.is_contiguous() and table.is_contiguous()):
-        raise ValueError(f"expected h of {[tokens.shape[0], table.shape[1]]} {table.dtype}, got {list(h.shape)} {h.dtype}")
+    if (
+        tokens.shape[0] != batch
+        or table.shape[1] != hidden
+        or h.dtype != table.dtype
+        or not (h.is_contiguous() and table.is_contiguous())
+    ):
+        raise ValueError(
+            f"expected h of {[tokens.shape[0], table.shape[1]]} {table.dtype}, got {list(h.shape)} {h.dtype}"
+        )
     if cos.shape != sin.shape or tuple(cos.shape) != (batch, half) or cos.dtype != torch.float32:
-        raise ValueError(f"expected float32 angles {[batch, half]}, got {list(cos.shape)} {cos.dtype}")
+        raise ValueError(
+            f"expected float32 angles {[batch, half]}, got {list(cos.shape)} {cos.dtype}"
+        )
     early = early_launch(h.device)
     _kernel[(1 + triton.cdiv(hidden, _BLOCK), batch)](
         tokens, table, positions, frequencies, h, cos, sin, hidden, half, attention_scale,

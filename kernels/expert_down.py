@@ -40,7 +40,7 @@ def _kernel(
     # Before the wait: ids and addresses are at least two launches old, and every kernel here lets the next one start
     # only after its own wait. .cg: the first-level cache may hold the layer before.
     tiles = ()
-    for rank in tl.static_range(TOP_K):
+    for rank in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
         expert = tl.load(ids_ptr + token * TOP_K + rank, cache_modifier=".cg").to(tl.int64)
         address = tl.load(table_ptr + expert, cache_modifier=".cg")
         matrix = tl.multiple_of(address.to(tl.pointer_type(inner_ptr.dtype.element_ty)), 16)
@@ -52,17 +52,23 @@ def _kernel(
     h_row = h_ptr + token * tl.cast(hidden, tl.int64) + rows
     old = tl.load(h_row, mask=keep, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, CHUNK], tl.float32)
-    for rank in tl.static_range(TOP_K):
+    for rank in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
         weight = tl.load(weights_ptr + token * TOP_K + rank)
         row_ptr = inner_ptr + (token * TOP_K + rank).to(tl.int64) * K
         x = load_row(row_ptr, K, CHUNK, ROWS, SPREAD)
-        for c in tl.static_range(len(x)):
+        for c in tl.static_range(len(x)):  # pyright: ignore[reportGeneralTypeIssues]
             total += tiles[rank][c].to(tl.float32) * (x[c].to(tl.float32) * weight)
     tl.store(h_row, (old + tl.sum(total, 1)).to(h_ptr.dtype.element_ty), mask=keep)
 
 
 def expert_down(
-    inner: Tensor, ids: Tensor, weights: Tensor, down_table: Tensor, h: Tensor, *, config: RowConfig | None = None
+    inner: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    down_table: Tensor,
+    h: Tensor,
+    *,
+    config: RowConfig | None = None,
 ) -> Tensor:
     """Add every token's weighted experts to h, in place.
 
@@ -77,11 +83,24 @@ def expert_down(
     """
     (batch, hidden), top_k, inter = h.shape, ids.shape[1], inner.shape[1]
     check_batch(h, hidden)
-    if ids.shape[0] != batch or inner.shape[0] != batch * top_k or weights.shape != ids.shape or not inner.is_contiguous():
-        raise ValueError(f"expected ids, weights and contiguous inner of {batch} tokens, got {list(ids.shape)}, {list(weights.shape)}, {list(inner.shape)}")
+    if (
+        ids.shape[0] != batch
+        or inner.shape[0] != batch * top_k
+        or weights.shape != ids.shape
+        or not inner.is_contiguous()
+    ):
+        raise ValueError(
+            f"expected ids, weights and contiguous inner of {batch} tokens, got {list(ids.shape)}, {list(weights.shape)}, {list(inner.shape)}"
+        )
     if weights.dtype != torch.float32 or down_table.dtype != torch.int64:
-        raise ValueError(f"expected float32 weights and int64 addresses, got {weights.dtype}, {down_table.dtype}")
-    config = config or CONFIGS.get((hidden, inter, top_k)) or default_config(top_k * inter, chunk_of=inter)
+        raise ValueError(
+            f"expected float32 weights and int64 addresses, got {weights.dtype}, {down_table.dtype}"
+        )
+    config = (
+        config
+        or CONFIGS.get((hidden, inter, top_k))
+        or default_config(top_k * inter, chunk_of=inter)
+    )
     _kernel[(batch, triton.cdiv(hidden, config.rows))](
         inner, ids, weights, down_table, h, hidden,
         K=inter, TOP_K=top_k, **launch_options(h, config),

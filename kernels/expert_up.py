@@ -58,11 +58,22 @@ def _kernel(
     g = dot_rows(gate, y) * factor
     u = dot_rows(up, y) * factor
     inner = g * tl.sigmoid(g) * u
-    tl.store(out_ptr + pair * tl.cast(inter, tl.int64) + rows, inner.to(out_ptr.dtype.element_ty), mask=keep)
+    tl.store(
+        out_ptr + pair * tl.cast(inter, tl.int64) + rows,
+        inner.to(out_ptr.dtype.element_ty),
+        mask=keep,
+    )
 
 
 def expert_up(
-    h: Tensor, norm: Tensor, eps: float, ids: Tensor, up_table: Tensor, *, out: Tensor, config: RowConfig | None = None
+    h: Tensor,
+    norm: Tensor,
+    eps: float,
+    ids: Tensor,
+    up_table: Tensor,
+    *,
+    out: Tensor,
+    config: RowConfig | None = None,
 ) -> Tensor:
     """Compute the inner activations of every (token, rank) pair.
 
@@ -76,8 +87,15 @@ def expert_up(
     """
     hidden, (batch, top_k) = norm.shape[0], ids.shape
     check_batch(h, hidden)
-    if batch != h.shape[0] or out.shape[0] != batch * top_k or up_table.dtype != torch.int64 or not out.is_contiguous():
-        raise ValueError(f"expected ids and contiguous out of {h.shape[0]} tokens and int64 addresses, got ids {list(ids.shape)}, out {list(out.shape)}, {up_table.dtype}")
+    if (
+        batch != h.shape[0]
+        or out.shape[0] != batch * top_k
+        or up_table.dtype != torch.int64
+        or not out.is_contiguous()
+    ):
+        raise ValueError(
+            f"expected ids and contiguous out of {h.shape[0]} tokens and int64 addresses, got ids {list(ids.shape)}, out {list(out.shape)}, {up_table.dtype}"
+        )
     inter = out.shape[1]
     config = config or CONFIGS.get((inter, hidden)) or default_config(hidden, tiles=2)
     _kernel[(batch * top_k, triton.cdiv(inter, config.rows))](

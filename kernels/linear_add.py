@@ -39,7 +39,7 @@ def _kernel(
     if EARLY:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    for b in tl.static_range(BATCH):
+    for b in tl.static_range(BATCH):  # pyright: ignore[reportGeneralTypeIssues]
         h_row = h_ptr + b * tl.cast(n, tl.int64) + rows
         old = tl.load(h_row, mask=keep, other=0.0).to(tl.float32)
         y = dot_rows(w, normed(load_row(x_ptr + b * K, K, CHUNK, ROWS, SPREAD), (), NORM=False))
@@ -49,7 +49,12 @@ def _kernel(
 
 
 def linear_add(
-    x: Tensor, weight: Tensor, h: Tensor, *, bias: Tensor | None = None, config: RowConfig | None = None
+    x: Tensor,
+    weight: Tensor,
+    h: Tensor,
+    *,
+    bias: Tensor | None = None,
+    config: RowConfig | None = None,
 ) -> Tensor:
     """Multiply each token of x with the weight and add the result to h, in place.
 
@@ -62,7 +67,9 @@ def linear_add(
     n, width = weight.shape
     check_batch(x, width)
     if tuple(h.shape) != (x.shape[0], n) or not (h.is_contiguous() and weight.is_contiguous()):
-        raise ValueError(f"expected contiguous h {[x.shape[0], n]} and weight, got h {list(h.shape)}, weight {list(weight.shape)}")
+        raise ValueError(
+            f"expected contiguous h {[x.shape[0], n]} and weight, got h {list(h.shape)}, weight {list(weight.shape)}"
+        )
     config = config or CONFIGS.get((n, width)) or default_config(width)
     _kernel[(triton.cdiv(n, config.rows),)](
         x, weight, x if bias is None else bias, h, n,

@@ -16,13 +16,22 @@ CONFIGS: dict[tuple[int, int], RowConfig] = {}
 """By (vocab, hidden)."""
 
 
-def reference(h: Tensor, norm: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None) -> Tensor:
+def reference(
+    h: Tensor, norm: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None
+) -> Tensor:
     """Compute in fp32."""
     return norm_linear_reference(h, norm, weight, eps, bias=bias)
 
 
 def lm_head(
-    h: Tensor, norm: Tensor, weight: Tensor, eps: float, *, out: Tensor, bias: Tensor | None = None, config: RowConfig | None = None
+    h: Tensor,
+    norm: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    out: Tensor,
+    bias: Tensor | None = None,
+    config: RowConfig | None = None,
 ) -> Tensor:
     """Compute the logits of each token.
 
@@ -35,5 +44,6 @@ def lm_head(
     """
     if out.dtype != torch.float32:
         raise ValueError(f"expected logits in float32, got {out.dtype}")
-    config = config or CONFIGS.get(tuple(weight.shape)) or default_config(weight.shape[1])
+    vocab, hidden = weight.shape
+    config = config or CONFIGS.get((vocab, hidden)) or default_config(hidden)
     return norm_linear(h, norm, weight, eps, out=out, bias=bias, config=config)

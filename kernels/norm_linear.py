@@ -26,7 +26,13 @@ CONFIGS: dict[tuple[int, int], RowConfig] = {}
 
 
 def reference(
-    x: Tensor, norm: Tensor | None, weight: Tensor, eps: float, *, bias: Tensor | None = None, gated: bool = False
+    x: Tensor,
+    norm: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    bias: Tensor | None = None,
+    gated: bool = False,
 ) -> Tensor:
     """Compute in fp32: [batch, n], or [batch, n / 2] if gated."""
     wide = x.float()
@@ -60,7 +66,7 @@ def _kernel(
     if EARLY:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    for b in tl.static_range(BATCH):
+    for b in tl.static_range(BATCH):  # pyright: ignore[reportGeneralTypeIssues]
         x = load_row(x_ptr + b * K, K, CHUNK, ROWS, SPREAD)
         factor = norm_factor(x, eps, K) if NORM else 1.0
         scaled = normed(x, gain, NORM)
@@ -72,7 +78,9 @@ def _kernel(
             if BIAS:
                 u += up_bias
             y = y * tl.sigmoid(y) * u
-        tl.store(out_ptr + b * tl.cast(n, tl.int64) + rows, y.to(out_ptr.dtype.element_ty), mask=keep)
+        tl.store(
+            out_ptr + b * tl.cast(n, tl.int64) + rows, y.to(out_ptr.dtype.element_ty), mask=keep
+        )
 
 
 def norm_linear(
@@ -91,8 +99,12 @@ def norm_linear(
     n, width = weight.shape
     check_batch(x, width)
     rows = n // 2 if gated else n
-    if tuple(out.shape) != (x.shape[0], rows) or not (out.is_contiguous() and weight.is_contiguous()):
-        raise ValueError(f"expected contiguous out {[x.shape[0], rows]} and weight, got out {list(out.shape)}, weight {list(weight.shape)}")
+    if tuple(out.shape) != (x.shape[0], rows) or not (
+        out.is_contiguous() and weight.is_contiguous()
+    ):
+        raise ValueError(
+            f"expected contiguous out {[x.shape[0], rows]} and weight, got out {list(out.shape)}, weight {list(weight.shape)}"
+        )
     config = config or CONFIGS.get((n, width)) or default_config(width, tiles=2 if gated else 1)
     _kernel[(triton.cdiv(rows, config.rows),)](
         x, x if norm is None else norm, weight, x if bias is None else bias, out, rows, eps,

@@ -15,12 +15,21 @@ from freetoken.kernels.triton_import import INTERPRETED, next_power_of_2, tl, tr
 def reference(ids: Tensor, is_sound: Tensor, slots: Tensor, last_ids: Tensor) -> Tensor:
     """Write ids to last_ids[slots] in place; return what the CPU gets: ids, -1 where the row is not sound."""
     last_ids[slots] = ids
-    return torch.where(is_sound, ids, -1)
+    return torch.where(is_sound != 0, ids, -1)
 
 
 @triton.jit(do_not_specialize=["number"])
 def _kernel(
-    ids_ptr, sound_ptr, slots_ptr, last_ptr, host_ids_ptr, word_ptr, number, rows, ROWS: tl.constexpr, SYSTEM: tl.constexpr
+    ids_ptr,
+    sound_ptr,
+    slots_ptr,
+    last_ptr,
+    host_ids_ptr,
+    word_ptr,
+    number,
+    rows,
+    ROWS: tl.constexpr,
+    SYSTEM: tl.constexpr,
 ):
     row = tl.arange(0, ROWS)
     real = row < rows
@@ -41,12 +50,19 @@ def _kernel(
 
 
 def publish_step(
-    ids: Tensor, is_sound: Tensor, slots: Tensor, last_ids: Tensor, *, number: int, host_ids: Tensor, host_word: Tensor
+    ids: Tensor,
+    is_sound: Tensor,
+    slots: Tensor,
+    last_ids: Tensor,
+    *,
+    number: int,
+    host_ids: Tensor,
+    host_word: Tensor,
 ) -> None:
     """Hand over a step's ids.
 
     ids        [rows] int64, sampled; may be empty
-    is_sound   [rows] bool; a row that is not publishes -1
+    is_sound   [rows] int8; a row with 0 publishes -1
     slots      [rows] int64, all different
     last_ids   [slots] int64, written at slots
     number     the step's number, at least 1
@@ -56,8 +72,10 @@ def publish_step(
     """
     rows = ids.shape[0]
     if host_ids.shape[0] < rows or host_ids.dtype != torch.int64 or host_word.dtype != torch.int64:
-        raise ValueError(f"expected int64 room for {rows} ids and a word, got {list(host_ids.shape)} {host_ids.dtype}")
+        raise ValueError(
+            f"expected int64 room for {rows} ids and a word, got {list(host_ids.shape)} {host_ids.dtype}"
+        )
     _kernel[(1,)](
-        ids, is_sound.view(torch.int8), slots, last_ids, host_ids, host_word, number, rows,
+        ids, is_sound, slots, last_ids, host_ids, host_word, number, rows,
         ROWS=max(16, next_power_of_2(rows)), SYSTEM=not INTERPRETED, num_warps=1,
     )  # fmt: skip

@@ -40,7 +40,11 @@ def _part(
     """Load some columns of some heads, normed and clipped; v heads (out of `norm`'s mask) get neither norm nor weight."""
     x = tl.load(src + cols[None, :], mask=keep, other=0.0).to(tl.float32)
     if NORM:
-        x = x * factor[:, None] * tl.load(norm_ptr + cols[None, :], mask=out & keep, other=1.0).to(tl.float32)
+        x = (
+            x
+            * factor[:, None]
+            * tl.load(norm_ptr + cols[None, :], mask=out & keep, other=1.0).to(tl.float32)
+        )
     if CLIP:
         x = tl.minimum(tl.maximum(x, -clip), clip)
     return x
@@ -79,12 +83,20 @@ def _kernel(
             last = tl.load(src + rest[None, :], mask=in_rest, other=0.0).to(tl.float32)
             squares += tl.sum(last * last, 1)
         factor = tl.where(is_qk, tl.rsqrt(squares / HEAD_DIM + eps), 1.0)
-    first = _part(src, is_qk[:, None], gain, pair, real & in_half, factor, clip, HEAD_DIM, NORM, CLIP)
-    second = _part(src, is_qk[:, None], gain, HALF + pair, real & in_half, factor, clip, HEAD_DIM, NORM, CLIP)
+    first = _part(
+        src, is_qk[:, None], gain, pair, real & in_half, factor, clip, HEAD_DIM, NORM, CLIP
+    )
+    second = _part(
+        src, is_qk[:, None], gain, HALF + pair, real & in_half, factor, clip, HEAD_DIM, NORM, CLIP
+    )
     c = tl.load(cos_ptr + token * HALF + pair, mask=pair < HALF, other=1.0)[None, :]
     s = tl.load(sin_ptr + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
-    turned_first = tl.where(is_qk[:, None], first * c - second * s, first).to(qkv_ptr.dtype.element_ty)
-    turned_second = tl.where(is_qk[:, None], second * c + first * s, second).to(qkv_ptr.dtype.element_ty)
+    turned_first = tl.where(is_qk[:, None], first * c - second * s, first).to(
+        qkv_ptr.dtype.element_ty
+    )
+    turned_second = tl.where(is_qk[:, None], second * c + first * s, second).to(
+        qkv_ptr.dtype.element_ty
+    )
     tl.store(src + pair[None, :], turned_first, mask=is_q[:, None] & in_half)
     tl.store(src + HALF + pair[None, :], turned_second, mask=is_q[:, None] & in_half)
     tl.store(k_row + pair[None, :], turned_first, mask=to_k & in_half)
@@ -92,7 +104,9 @@ def _kernel(
     tl.store(v_row + pair[None, :], turned_first, mask=to_v & in_half)
     tl.store(v_row + HALF + pair[None, :], turned_second, mask=to_v & in_half)
     if 2 * HALF < HEAD_DIM:
-        last = _part(src, is_qk[:, None], gain, rest, in_rest, factor, clip, HEAD_DIM, NORM, CLIP).to(qkv_ptr.dtype.element_ty)
+        last = _part(
+            src, is_qk[:, None], gain, rest, in_rest, factor, clip, HEAD_DIM, NORM, CLIP
+        ).to(qkv_ptr.dtype.element_ty)
         tl.store(src + rest[None, :], last, mask=is_q[:, None] & in_rest)
         tl.store(k_row + rest[None, :], last, mask=to_k & in_rest)
         tl.store(v_row + rest[None, :], last, mask=to_v & in_rest)
@@ -117,10 +131,24 @@ def qkv_prologue(
     kv_heads, head_dim = k_pool.shape[1:]
     all_heads, half = qkv.shape[1] // head_dim, cos.shape[1]
     heads = all_heads - 2 * kv_heads
-    if heads < 1 or qkv.shape[1] != all_heads * head_dim or 2 * half > head_dim or not qkv.is_contiguous():
-        raise ValueError(f"expected contiguous qkv of whole heads of {head_dim} and rotary pairs in them, got {list(qkv.shape)}, cos {list(cos.shape)}")
-    if cos.shape[0] != qkv.shape[0] or cos.shape != sin.shape or slots.shape[0] != qkv.shape[0] or cos.dtype != torch.float32:
-        raise ValueError(f"expected float32 angles and a slot for each of {qkv.shape[0]} tokens, got cos {list(cos.shape)} {cos.dtype}, slots {list(slots.shape)}")
+    if (
+        heads < 1
+        or qkv.shape[1] != all_heads * head_dim
+        or 2 * half > head_dim
+        or not qkv.is_contiguous()
+    ):
+        raise ValueError(
+            f"expected contiguous qkv of whole heads of {head_dim} and rotary pairs in them, got {list(qkv.shape)}, cos {list(cos.shape)}"
+        )
+    if (
+        cos.shape[0] != qkv.shape[0]
+        or cos.shape != sin.shape
+        or slots.shape[0] != qkv.shape[0]
+        or cos.dtype != torch.float32
+    ):
+        raise ValueError(
+            f"expected float32 angles and a slot for each of {qkv.shape[0]} tokens, got cos {list(cos.shape)} {cos.dtype}, slots {list(slots.shape)}"
+        )
     if norm is not None and tuple(norm.shape) != (heads + kv_heads, head_dim):
         raise ValueError(f"expected norm {[heads + kv_heads, head_dim]}, got {list(norm.shape)}")
     if qkv.shape[0] == 0:
@@ -152,8 +180,12 @@ def _whole_kernel(
     cols = tl.arange(0, WIDTH_PAD)
     x_ptr = qkv_ptr + tl.program_id(0).to(tl.int64) * row + is_k * Q_WIDTH + cols
     x = tl.load(x_ptr, mask=cols < width, other=0.0).to(tl.float32)
-    q_gain = tl.load(q_norm_ptr + cols, mask=(cols < Q_WIDTH) & (is_k == 0), other=0.0).to(tl.float32)
-    k_gain = tl.load(k_norm_ptr + cols, mask=(cols < K_WIDTH) & (is_k == 1), other=0.0).to(tl.float32)
+    q_gain = tl.load(q_norm_ptr + cols, mask=(cols < Q_WIDTH) & (is_k == 0), other=0.0).to(
+        tl.float32
+    )
+    k_gain = tl.load(k_norm_ptr + cols, mask=(cols < K_WIDTH) & (is_k == 1), other=0.0).to(
+        tl.float32
+    )
     y = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * (q_gain + k_gain)
     tl.store(x_ptr, y.to(qkv_ptr.dtype.element_ty), mask=cols < width)
 
@@ -168,7 +200,9 @@ def whole_norm(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tenso
     """
     q_width, k_width = q_norm.shape[0], k_norm.shape[0]
     if qkv.shape[1] != q_width + 2 * k_width or not qkv.is_contiguous():
-        raise ValueError(f"expected contiguous qkv of width {q_width + 2 * k_width}, got {list(qkv.shape)}")
+        raise ValueError(
+            f"expected contiguous qkv of width {q_width + 2 * k_width}, got {list(qkv.shape)}"
+        )
     early, pad = early_launch(qkv.device), next_power_of_2(max(q_width, k_width))
     if qkv.shape[0]:
         _whole_kernel[(qkv.shape[0], 2)](

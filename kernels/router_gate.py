@@ -29,7 +29,14 @@ _RANK_BLOCK = 64
 
 
 def reference(
-    h: Tensor, norm: Tensor, weight: Tensor, eps: float, top_k: int, *, renormalize: bool, bias: Tensor | None = None
+    h: Tensor,
+    norm: Tensor,
+    weight: Tensor,
+    eps: float,
+    top_k: int,
+    *,
+    renormalize: bool,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return ids [batch, top_k] int64 and weights [batch, top_k] float32, likeliest first, equal ones by lowest id."""
     logits = norm_linear_reference(h, norm, weight, eps, bias=bias)
@@ -46,7 +53,9 @@ def _choose(
     """Rank every expert against all others at once; those ranked under TOP_K write themselves to their place."""
     expert = tl.arange(0, EXPERTS_PAD)
     # .cg: other programs wrote these a moment ago, the first-level cache may hold older ones.
-    logit = tl.load(logits_ptr + expert, mask=expert < experts, other=float("-inf"), cache_modifier=".cg")
+    logit = tl.load(
+        logits_ptr + expert, mask=expert < experts, other=float("-inf"), cache_modifier=".cg"
+    )
     # A NaN would compare as false everywhere and leave places unwritten.
     logit = tl.where(logit == logit, logit, -1e30)
     greatest = tl.max(logit, 0)
@@ -55,7 +64,9 @@ def _choose(
     rank = tl.zeros([EXPERTS_PAD], tl.int32)
     for start in range(0, experts, BLOCK):
         rival = start + tl.arange(0, BLOCK)
-        other = tl.load(logits_ptr + rival, mask=rival < experts, other=float("-inf"), cache_modifier=".cg")
+        other = tl.load(
+            logits_ptr + rival, mask=rival < experts, other=float("-inf"), cache_modifier=".cg"
+        )
         other = tl.where(other == other, other, -1e30)
         other = tl.exp(other - greatest) / total
         is_before = (rival[:, None] < expert[None, :]) & (other[:, None] == share[None, :])
@@ -117,10 +128,23 @@ def router_gate(
     experts, hidden = weight.shape
     check_batch(h, hidden)
     batch, top_k = ids.shape
-    if batch != h.shape[0] or top_k > experts or weights.shape != ids.shape or weights.dtype != torch.float32:
-        raise ValueError(f"expected ids and float32 weights of {[h.shape[0], f'at most {experts}']}, got {list(ids.shape)}, {list(weights.shape)}")
-    if tuple(logits.shape) != (batch, experts) or logits.dtype != torch.float32 or counters.numel() < batch:
-        raise ValueError(f"expected float32 logits {[batch, experts]} and {batch} counters, got {list(logits.shape)}, {counters.numel()}")
+    if (
+        batch != h.shape[0]
+        or top_k > experts
+        or weights.shape != ids.shape
+        or weights.dtype != torch.float32
+    ):
+        raise ValueError(
+            f"expected ids and float32 weights of {[h.shape[0], f'at most {experts}']}, got {list(ids.shape)}, {list(weights.shape)}"
+        )
+    if (
+        tuple(logits.shape) != (batch, experts)
+        or logits.dtype != torch.float32
+        or counters.numel() < batch
+    ):
+        raise ValueError(
+            f"expected float32 logits {[batch, experts]} and {batch} counters, got {list(logits.shape)}, {counters.numel()}"
+        )
     config = config or CONFIGS.get((experts, hidden)) or default_config(hidden)
     _kernel[(triton.cdiv(experts, config.rows), batch)](
         h, norm, weight, h if bias is None else bias, logits, counters, ids, weights, experts, eps,

@@ -36,14 +36,14 @@ def _kernel(
         tl.float32
     )
     # A NaN counts as the lowest logit, below every number and above a lane of no expert: an id is always that of an expert.
-    number = values == values  # noqa: PLR0124 - false for NaN
+    number = values == values
     values = tl.where(real & number, tl.minimum(tl.maximum(values, LOWEST), -LOWEST), LOWEST)
     parts = tl.where(real, tl.exp(values - tl.max(values, 1)[:, None]), 0.0)
     left = tl.where(real, parts / tl.sum(parts, 1)[:, None], -1.0)
     ranks = tl.arange(0, RANKS)[None, :]
     chosen = tl.zeros([BLOCK_M, RANKS], dtype=tl.int32)
     picked = tl.zeros([BLOCK_M, RANKS], dtype=tl.float32)
-    for rank in tl.static_range(TOP_K):
+    for rank in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
         best, expert = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
         chosen = tl.where(ranks == rank, expert[:, None], chosen)
         picked = tl.where(ranks == rank, best[:, None], picked)

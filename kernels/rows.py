@@ -40,7 +40,11 @@ def default_config(width: int, *, tiles: int = 1, chunk_of: int | None = None) -
         rows //= 2
     chunk = best_chunk(chunk_of or width)
     # A thread loads 8 elements of a tile at once; with more warps than that fills, they would load the same ones.
-    warps = min(next_power_of_2(-(-tiles * rows * width // (32 * _PER_THREAD))), max(1, rows * chunk // 256), 16)
+    warps = min(
+        next_power_of_2(-(-tiles * rows * width // (32 * _PER_THREAD))),
+        max(1, rows * chunk // 256),
+        16,
+    )
     return RowConfig(rows, warps, chunk)
 
 
@@ -64,28 +68,41 @@ def launch_options(x: Tensor, config: RowConfig) -> dict[str, Any]:
 
 def check_batch(x: Tensor, width: int) -> None:
     """Raise ValueError unless x is contiguous [1 to MAX_BATCH, width]."""
-    if x.dim() != 2 or x.shape[1] != width or not 1 <= x.shape[0] <= MAX_BATCH or not x.is_contiguous():
-        raise ValueError(f"expected contiguous x [1 to {MAX_BATCH}, {width}], got {list(x.shape)}, strides {x.stride()}")
+    if (
+        x.dim() != 2
+        or x.shape[1] != width
+        or not 1 <= x.shape[0] <= MAX_BATCH
+        or not x.is_contiguous()
+    ):
+        raise ValueError(
+            f"expected contiguous x [1 to {MAX_BATCH}, {width}], got {list(x.shape)}, strides {x.stride()}"
+        )
 
 
 @triton.jit
 def load_rows(rows_ptr, keep, K: tl.constexpr, CHUNK: tl.constexpr):
     """Load rows_ptr [ROWS, 1] as a tuple of [ROWS, CHUNK]; they are used once, so they leave the caches first."""
     tiles = ()
-    for start in tl.static_range(0, K, CHUNK):
+    for start in tl.static_range(0, K, CHUNK):  # pyright: ignore[reportGeneralTypeIssues]
         cols = (start + tl.arange(0, CHUNK))[None, :]
-        tiles = tiles + (tl.load(rows_ptr + cols, mask=keep & (cols < K), other=0.0, eviction_policy="evict_first"),)
+        tiles = tiles + (
+            tl.load(
+                rows_ptr + cols, mask=keep & (cols < K), other=0.0, eviction_policy="evict_first"
+            ),
+        )
     return tiles
 
 
 @triton.jit
-def load_row(row_ptr, K: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SPREAD: tl.constexpr):
+def load_row(
+    row_ptr, K: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, SPREAD: tl.constexpr
+):
     """Load one row as a tuple of [1, CHUNK], or, if SPREAD, of [ROWS, CHUNK] with equal rows.
 
     SPREAD is for tiles of which a thread has one load: it then loads the columns it needs and no thread waits for another.
     """
     tiles = ()
-    for start in tl.static_range(0, K, CHUNK):
+    for start in tl.static_range(0, K, CHUNK):  # pyright: ignore[reportGeneralTypeIssues]
         cols = start + tl.arange(0, CHUNK)
         if SPREAD:
             spread = tl.zeros([ROWS, 1], tl.int32) + cols[None, :]
@@ -99,7 +116,7 @@ def load_row(row_ptr, K: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, 
 def normed(x, gain, NORM: tl.constexpr):
     """Turn x into fp32, times gain if NORM; the norm's own factor, `norm_factor`, is applied to the result."""
     tiles = ()
-    for c in tl.static_range(len(x)):
+    for c in tl.static_range(len(x)):  # pyright: ignore[reportGeneralTypeIssues]
         if NORM:
             tiles = tiles + (x[c].to(tl.float32) * gain[c].to(tl.float32),)
         else:
@@ -111,7 +128,7 @@ def normed(x, gain, NORM: tl.constexpr):
 def norm_factor(x, eps, K: tl.constexpr):
     """Return 1 / sqrt(mean(x^2) + eps) of a row held as tiles: [1] or [ROWS]."""
     squares = x[0].to(tl.float32) * x[0].to(tl.float32)
-    for c in tl.static_range(1, len(x)):
+    for c in tl.static_range(1, len(x)):  # pyright: ignore[reportGeneralTypeIssues]
         squares += x[c].to(tl.float32) * x[c].to(tl.float32)
     return tl.rsqrt(tl.sum(squares, 1) / K + eps)
 
@@ -120,6 +137,6 @@ def norm_factor(x, eps, K: tl.constexpr):
 def dot_rows(w, x):
     """Multiply tiles of rows [ROWS, CHUNK] with those of one row: [ROWS] fp32."""
     total = w[0].to(tl.float32) * x[0]
-    for c in tl.static_range(1, len(w)):
+    for c in tl.static_range(1, len(w)):  # pyright: ignore[reportGeneralTypeIssues]
         total += w[c].to(tl.float32) * x[c]
     return tl.sum(total, 1)

@@ -7,9 +7,8 @@ ids. The meaning is that of `reference`.
 
 Three launches. `_adjust` changes the logits and finds the likeliest token, which ends greedy rows. `_weigh` sums weights,
 which ends rows without top_k and top_p by a draw in order of ids; for the others it counts and weighs tokens in bins of
-distance from the likeliest, and the last program finds the bins that can matter. `_pick` gathers the tokens of those
-bins; the last program sorts them if they are few, else finds the three boundaries (k-th token, top_p, the draw) by
-bisection over their keys. There is no sort of the vocabulary.
+distance from the likeliest, and the last program finds the bins that can matter. `sample_pick` (its own
+file) gathers the tokens of those bins and draws. There is no sort of the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from freetoken.kernels.sample_pick import sample_pick
+from freetoken.kernels.sample_weight import finish, is_drawn, share_of, target_of, weight_of
 from freetoken.kernels.triton_import import early_launch, next_power_of_2, tl, tl_cuda, triton
 
 BINS = 256
@@ -119,7 +120,11 @@ def reference(logits: Tensor, settings: SampleSettings) -> tuple[Tensor, Tensor]
             continue
         top_k, top_p = int(settings.top_k[row]), float(settings.top_p[row])
         is_filtered = top_k > 0 or top_p < 1
-        order = x.sort(descending=True, stable=True).indices if is_filtered else torch.arange(x.shape[0], device=x.device)
+        order = (
+            x.sort(descending=True, stable=True).indices
+            if is_filtered
+            else torch.arange(x.shape[0], device=x.device)
+        )
         shares = ((x - greatest) / temperature).exp()[order]
         weights = (shares * _UNIT).long()
         if top_k:
@@ -155,18 +160,6 @@ def _adjusted(x: Tensor, settings: SampleSettings, row: int) -> Tensor:
 
 
 @triton.jit
-def _finish(row, token, sound, ids_ptr, sound_ptr, slots_ptr, outputs_ptr, vocab):
-    """Write a row's result and count it."""
-    tl.store(ids_ptr + row, token.to(tl.int64))
-    tl.store(sound_ptr + row, sound.to(tl.int8))
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    if slot >= 0:
-        if sound:
-            place = outputs_ptr + slot * vocab + token
-            tl.store(place, tl.load(place) + 1)
-
-
-@triton.jit
 def _adjust(
     logits_ptr, adjusted_ptr, maxima_ptr, places_ptr, greatest_ptr, counters_ptr, bin_counts_ptr, bin_masses_ptr,
     temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, slots_ptr, bias_rows_ptr, outputs_ptr, in_prompt_ptr,
@@ -184,10 +177,16 @@ def _adjust(
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot >= 0:
         count = tl.load(outputs_ptr + slot * vocab + token, mask=real, other=0)
-        seen = (count > 0) | (tl.load(in_prompt_ptr + slot * vocab + token, mask=real, other=0) != 0)
+        seen = (count > 0) | (
+            tl.load(in_prompt_ptr + slot * vocab + token, mask=real, other=0) != 0
+        )
         repetition = tl.load(repetition_ptr + row)
         x = tl.where(seen, tl.where(x > 0, x / repetition, x * repetition), x)
-        x = x - tl.where(count > 0, tl.load(presence_ptr + row), 0.0) - tl.load(frequency_ptr + row) * count
+        x = (
+            x
+            - tl.where(count > 0, tl.load(presence_ptr + row), 0.0)
+            - tl.load(frequency_ptr + row) * count
+        )
     bias_row = tl.load(bias_rows_ptr + row).to(tl.int64)
     if bias_row >= 0:
         x = x + tl.load(bias_ptr + bias_row * vocab + token, mask=real, other=0.0)
@@ -205,8 +204,15 @@ def _adjust(
     if done == blocks - 1:
         tl.store(counters_ptr + row * 4, 0)
         each = tl.arange(0, BLOCKS_PAD)
-        maxima = tl.load(maxima_ptr + row * blocks + each, mask=each < blocks, other=float("-inf"), cache_modifier=".cg")
-        places = tl.load(places_ptr + row * blocks + each, mask=each < blocks, other=vocab, cache_modifier=".cg")
+        maxima = tl.load(
+            maxima_ptr + row * blocks + each,
+            mask=each < blocks,
+            other=float("-inf"),
+            cache_modifier=".cg",
+        )
+        places = tl.load(
+            places_ptr + row * blocks + each, mask=each < blocks, other=vocab, cache_modifier=".cg"
+        )
         greatest = tl.max(maxima, 0)
         sound = (greatest < float("inf")) & (greatest > float("-inf"))
         tl.store(greatest_ptr + row, greatest)
@@ -216,31 +222,16 @@ def _adjust(
         tl.store(counters_ptr + row * 4 + 3, 0)
         if (tl.load(temperature_ptr + row) == 0.0) | (sound == 0):
             first = tl.min(tl.where(maxima == greatest, places, vocab), 0)
-            _finish(row, tl.where(sound, first, 0), sound, ids_ptr, sound_ptr, slots_ptr, outputs_ptr, vocab)
-
-
-@triton.jit
-def _share(x, greatest, temperature):
-    return tl.exp((x - greatest) / temperature)
-
-
-@triton.jit
-def _weight(share, min_p):
-    return tl.where(share >= min_p, (share * 17592186044416.0).to(tl.int64), 0)
-
-
-@triton.jit
-def _is_drawn(row, temperature_ptr, greatest_ptr):
-    """Whether the row is left for the later launches: not greedy, and sound."""
-    greatest = tl.load(greatest_ptr + row)
-    return (tl.load(temperature_ptr + row) > 0.0) & (greatest < float("inf")) & (greatest > float("-inf"))
-
-
-@triton.jit
-def _target(uniform, total):
-    """Which unit of weight the uniform number names; rounding may carry the product up to the total itself."""
-    target = (uniform * total.to(tl.float64)).to(tl.int64)
-    return tl.minimum(tl.maximum(target, 0), tl.maximum(total - 1, 0))
+            finish(
+                row,
+                tl.where(sound, first, 0),
+                sound,
+                ids_ptr,
+                sound_ptr,
+                slots_ptr,
+                outputs_ptr,
+                vocab,
+            )
 
 
 @triton.jit
@@ -253,15 +244,23 @@ def _weigh(
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if _is_drawn(row, temperature_ptr, greatest_ptr) == 0:
+    if is_drawn(row, temperature_ptr, greatest_ptr) == 0:
         return
     blocks = tl.num_programs(0)
     temperature, greatest = tl.load(temperature_ptr + row), tl.load(greatest_ptr + row)
-    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    top_k, top_p, min_p = (
+        tl.load(top_k_ptr + row),
+        tl.load(top_p_ptr + row),
+        tl.load(min_p_ptr + row),
+    )
     is_plain = (top_k == 0) & (top_p >= 1.0)
     token = tl.arange(0, BLOCK)
-    x = tl.load(adjusted_ptr + row * vocab + block * BLOCK + token, mask=block * BLOCK + token < vocab, other=float("-inf"))
-    weight = _weight(_share(x, greatest, temperature), tl.where(is_plain, min_p, 0.0))
+    x = tl.load(
+        adjusted_ptr + row * vocab + block * BLOCK + token,
+        mask=block * BLOCK + token < vocab,
+        other=float("-inf"),
+    )
+    weight = weight_of(share_of(x, greatest, temperature), tl.where(is_plain, min_p, 0.0))
     if is_plain:
         tl.store(masses_ptr + row * blocks + block, tl.sum(weight, 0))
     else:
@@ -274,15 +273,34 @@ def _weigh(
         tl.store(counters_ptr + row * 4 + 1, 0)
         if is_plain:
             each = tl.arange(0, BLOCKS_PAD)
-            sums = tl.cumsum(tl.load(masses_ptr + row * blocks + each, mask=each < blocks, other=0, cache_modifier=".cg"), 0)
-            target = _target(tl.load(uniforms_ptr + row), tl.max(sums, 0))
+            sums = tl.cumsum(
+                tl.load(
+                    masses_ptr + row * blocks + each,
+                    mask=each < blocks,
+                    other=0,
+                    cache_modifier=".cg",
+                ),
+                0,
+            )
+            target = target_of(tl.load(uniforms_ptr + row), tl.max(sums, 0))
             chosen = tl.sum((sums <= target).to(tl.int32), 0)
             before = tl.max(tl.where(sums <= target, sums, 0), 0)
             place = chosen * BLOCK + token
-            near = tl.load(adjusted_ptr + row * vocab + place, mask=place < vocab, other=float("-inf"))
-            inside = before + tl.cumsum(_weight(_share(near, greatest, temperature), min_p), 0)
+            near = tl.load(
+                adjusted_ptr + row * vocab + place, mask=place < vocab, other=float("-inf")
+            )
+            inside = before + tl.cumsum(weight_of(share_of(near, greatest, temperature), min_p), 0)
             picked = chosen * BLOCK + tl.sum((inside <= target).to(tl.int32), 0)
-            _finish(row, tl.minimum(picked, vocab - 1), picked >= 0, ids_ptr, sound_ptr, slots_ptr, outputs_ptr, vocab)
+            finish(
+                row,
+                tl.minimum(picked, vocab - 1),
+                picked >= 0,
+                ids_ptr,
+                sound_ptr,
+                slots_ptr,
+                outputs_ptr,
+                vocab,
+            )
         else:
             bins = tl.arange(0, BINS)
             counts = tl.cumsum(tl.load(bin_counts_ptr + row * BINS + bins, cache_modifier=".cg"), 0)
@@ -296,155 +314,14 @@ def _weigh(
             tl.store(totals_ptr + row, tl.max(mass, 0))
 
 
-@triton.jit
-def _weight_of(key, greatest, temperature, min_p, ID_BITS: tl.constexpr):
-    """Return the weight of a token by its key; an absent one's key is that of -inf, which weighs 0."""
-    ordered = (key >> ID_BITS).to(tl.int32)
-    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
-    return _weight(_share(bits.to(tl.float32, bitcast=True), greatest, temperature), min_p)
-
-
-@triton.jit
-def _sum_from(
-    keys_ptr, n, floor, place_floor, greatest, temperature, min_p, COUNT: tl.constexpr, TILE: tl.constexpr, ID_BITS: tl.constexpr
-):  # fmt: skip
-    """Count or weigh the gathered tokens whose key is at least `floor`, and the id's part of it at least `place_floor`."""
-    total = tl.zeros([TILE], tl.int64)
-    for start in range(0, n, TILE):
-        at = start + tl.arange(0, TILE)
-        key = tl.load(keys_ptr + at, mask=at < n, other=-2139095041 << ID_BITS, cache_modifier=".cg")
-        ok = (at < n) & (key >= floor) & ((key & ((1 << ID_BITS) - 1)) >= place_floor)
-        if COUNT:
-            total += ok.to(tl.int64)
-        else:
-            total += tl.where(ok, _weight_of(key, greatest, temperature, min_p, ID_BITS), 0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _crossing(
-    keys_ptr, n, target, low, high, floor, greatest, temperature, min_p,
-    COUNT: tl.constexpr, BY_ID: tl.constexpr, TILE: tl.constexpr, ID_BITS: tl.constexpr,
-):  # fmt: skip
-    """Return the greatest key from which on the sum exceeds `target`: that of the token that carries it over.
-
-    From `low` on the sum exceeds it, from `high` on it does not. BY_ID: the id's part of the key, among keys from `floor` on.
-    """
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        if BY_ID:
-            total = _sum_from(keys_ptr, n, floor, middle, greatest, temperature, min_p, COUNT, TILE, ID_BITS)
-        else:
-            total = _sum_from(keys_ptr, n, middle, 0, greatest, temperature, min_p, COUNT, TILE, ID_BITS)
-        if total > target:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@triton.jit
-def _by_sorting(
-    keys_ptr, n, all_mass, top_k, top_p, min_p, uniform, greatest, temperature, SORTED: tl.constexpr, ID_BITS: tl.constexpr
-):  # fmt: skip
-    """Draw from at most SORTED gathered tokens; return the id's part of the key."""
-    place = tl.arange(0, SORTED)
-    key = tl.load(keys_ptr + place, mask=place < n, other=-2139095041 << ID_BITS, cache_modifier=".cg")
-    key = tl.sort(key, descending=True)
-    within = (place < n) & ((top_k == 0) | (place < top_k))
-    weight = tl.where(within, _weight_of(key, greatest, temperature, 0.0, ID_BITS), 0)
-    sums = tl.cumsum(weight, 0)
-    total = tl.where(top_k > 0, tl.max(sums, 0), all_mass)
-    kept = within & (((sums - weight).to(tl.float64) < top_p * total.to(tl.float64)) | (place == 0))
-    if top_k == 0:
-        # In order of ids: the id's part in front, the value behind it; tokens that are not kept go last and weigh nothing.
-        last = tl.cast(-1, tl.int64) << 40
-        key = tl.sort(tl.where(kept, ((key & ((1 << ID_BITS) - 1)) << 32) | ((key >> ID_BITS) & 0xFFFFFFFF), last), descending=True)
-        kept = key != last
-        key = ((key & 0xFFFFFFFF) << 32 >> 32 << ID_BITS) | ((key >> 32) & ((1 << ID_BITS) - 1))
-        key = tl.where(kept, key, tl.cast(-2139095041, tl.int64) << ID_BITS)
-    sums = tl.cumsum(tl.where(kept, _weight_of(key, greatest, temperature, min_p, ID_BITS), 0), 0)
-    at = tl.sum((sums <= _target(uniform, tl.max(sums, 0))).to(tl.int32), 0)
-    return tl.sum(tl.where(place == at, key & ((1 << ID_BITS) - 1), 0), 0)
-
-
-@triton.jit
-def _by_bisection(
-    keys_ptr, n, all_mass, top_k, top_p, min_p, uniform, greatest, temperature, TILE: tl.constexpr, ID_BITS: tl.constexpr
-):  # fmt: skip
-    """Draw from any number of gathered tokens; return the id's part of the key."""
-    low = tl.cast(-2139095041, tl.int64) << ID_BITS
-    high = tl.cast(2139095041, tl.int64) << ID_BITS
-    floor = low
-    total = all_mass
-    if top_k > 0:
-        if top_k < n:
-            floor = _crossing(keys_ptr, n, top_k - 1, low, high, low, greatest, temperature, 0.0, True, False, TILE, ID_BITS)
-        total = _sum_from(keys_ptr, n, floor, 0, greatest, temperature, 0.0, False, TILE, ID_BITS)
-    if top_p < 1.0:
-        # The last token kept is the one before which less than top_p of the total lies.
-        share = top_p * total.to(tl.float64)
-        limit = share.to(tl.int64)
-        limit = tl.maximum(tl.where(limit.to(tl.float64) < share, limit, limit - 1), 0)
-        if _sum_from(keys_ptr, n, floor, 0, greatest, temperature, 0.0, False, TILE, ID_BITS) > limit:
-            floor = _crossing(keys_ptr, n, limit, floor, high, low, greatest, temperature, 0.0, False, False, TILE, ID_BITS)
-    mass = _sum_from(keys_ptr, n, floor, 0, greatest, temperature, min_p, False, TILE, ID_BITS)
-    target = _target(uniform, mass)
-    chosen = low
-    if top_k > 0:
-        chosen = _crossing(keys_ptr, n, target, floor, high, low, greatest, temperature, min_p, False, False, TILE, ID_BITS)
-    else:
-        end = tl.cast(1, tl.int64) << ID_BITS
-        chosen = _crossing(keys_ptr, n, target, end - end, end, floor, greatest, temperature, min_p, False, True, TILE, ID_BITS)
-    return chosen & ((1 << ID_BITS) - 1)
-
-
-@triton.jit
-def _pick(
-    adjusted_ptr, greatest_ptr, counters_ptr, cut_ptr, totals_ptr, keys_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, uniforms_ptr,
-    slots_ptr, outputs_ptr, ids_ptr, sound_ptr, vocab,
-    BLOCK: tl.constexpr, BINS: tl.constexpr, BINS_A_NAT: tl.constexpr, SORTED: tl.constexpr, TILE: tl.constexpr,
-    ID_BITS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    if EARLY:
-        tl_cuda.gdc_wait()
-        tl_cuda.gdc_launch_dependents()
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    if (_is_drawn(row, temperature_ptr, greatest_ptr) == 0) | ((top_k == 0) & (top_p >= 1.0)):
-        return
-    temperature, greatest = tl.load(temperature_ptr + row), tl.load(greatest_ptr + row)
-    min_p, uniform = tl.load(min_p_ptr + row), tl.load(uniforms_ptr + row)
-    keys_ptr += row * vocab
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(adjusted_ptr + row * vocab + token, mask=token < vocab, other=float("-inf"))
-    far = tl.minimum((greatest - x) / temperature * BINS_A_NAT, BINS - 1.0).to(tl.int32)
-    wanted = (token < vocab) & (far <= tl.load(cut_ptr + row)) & (_weight(_share(x, greatest, temperature), 0.0) > 0)
-    # + 0.0 makes -0.0 equal to 0.0; negative floats count downwards.
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = (ordered.to(tl.int64) << ID_BITS) + ((1 << ID_BITS) - 1 - token)
-    num = tl.sum(wanted.to(tl.int32), 0)
-    if num > 0:
-        start = tl.atomic_add(counters_ptr + row * 4 + 3, num, sem="relaxed")
-        tl.store(keys_ptr + start + tl.cumsum(wanted.to(tl.int32), 0) - 1, key, mask=wanted)
-    tl.debug_barrier()
-    done = tl.atomic_add(counters_ptr + row * 4 + 2, 1, sem="acq_rel", scope="gpu")
-    if done == tl.num_programs(0) - 1:
-        tl.store(counters_ptr + row * 4 + 2, 0)
-        n = tl.load(counters_ptr + row * 4 + 3, cache_modifier=".cg")
-        all_mass = tl.load(totals_ptr + row)
-        place = tl.cast(0, tl.int64)
-        if n <= SORTED:
-            place = _by_sorting(keys_ptr, n, all_mass, top_k, top_p, min_p, uniform, greatest, temperature, SORTED, ID_BITS)
-        else:
-            place = _by_bisection(keys_ptr, n, all_mass, top_k, top_p, min_p, uniform, greatest, temperature, TILE, ID_BITS)
-        picked = (1 << ID_BITS) - 1 - place
-        _finish(row, picked, picked >= 0, ids_ptr, sound_ptr, slots_ptr, outputs_ptr, vocab)
-
-
 def sample_rows(
-    logits: Tensor, settings: SampleSettings, *, ids: Tensor, is_sound: Tensor, scratch: SampleScratch, draws: bool = True
+    logits: Tensor,
+    settings: SampleSettings,
+    *,
+    ids: Tensor,
+    is_sound: Tensor,
+    scratch: SampleScratch,
+    draws: bool = True,
 ) -> None:
     """Choose a token for each row and count it in its slot.
 
@@ -456,10 +333,24 @@ def sample_rows(
     Reference: `reference`; the same token unless the uniform number falls within rounding (1e-6) of a boundary.
     """
     rows, vocab = logits.shape
-    if logits.dtype != torch.float32 or not logits.is_contiguous() or scratch.adjusted.shape[0] < rows or scratch.adjusted.shape[1] != vocab:
-        raise ValueError(f"expected contiguous float32 logits and scratch of {vocab} tokens, got {list(logits.shape)} {logits.dtype}, {list(scratch.adjusted.shape)}")
-    if ids.dtype != torch.int64 or is_sound.dtype != torch.int8 or ids.shape[0] != rows or is_sound.shape[0] != rows:
-        raise ValueError(f"expected int64 ids and int8 is_sound of {rows} rows, got {ids.dtype} {list(ids.shape)}, {is_sound.dtype}")
+    if (
+        logits.dtype != torch.float32
+        or not logits.is_contiguous()
+        or scratch.adjusted.shape[0] < rows
+        or scratch.adjusted.shape[1] != vocab
+    ):
+        raise ValueError(
+            f"expected contiguous float32 logits and scratch of {vocab} tokens, got {list(logits.shape)} {logits.dtype}, {list(scratch.adjusted.shape)}"
+        )
+    if (
+        ids.dtype != torch.int64
+        or is_sound.dtype != torch.int8
+        or ids.shape[0] != rows
+        or is_sound.shape[0] != rows
+    ):
+        raise ValueError(
+            f"expected int64 ids and int8 is_sound of {rows} rows, got {ids.dtype} {list(ids.shape)}, {is_sound.dtype}"
+        )
     if rows == 0:
         return
     s, t = settings, scratch
@@ -480,7 +371,7 @@ def sample_rows(
         s.min_p, s.uniforms, *outcome,
         BLOCK=_BLOCK, BLOCKS_PAD=blocks, BINS=BINS, BINS_A_NAT=_BINS_A_NAT, num_warps=4, **options,
     )  # fmt: skip
-    _pick[grid](
+    sample_pick[grid](
         t.adjusted, t.greatest, t.counters, t.cut, t.totals, t.keys, s.temperature, s.top_k, s.top_p, s.min_p, s.uniforms, *outcome,
         BLOCK=_BLOCK, BINS=BINS, BINS_A_NAT=_BINS_A_NAT, SORTED=_SORTED, TILE=_TILE,
         ID_BITS=max(1, (vocab - 1).bit_length()), num_warps=8, **options,

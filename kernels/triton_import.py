@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+triton: Any
+"""Untyped: its own types say that a kernel takes tl.constexpr where a launch passes plain values."""
+
 try:
     import triton
     import triton.language as tl
@@ -25,26 +28,41 @@ except ImportError:
     class _Absent:
         """Stands in for the modules: `jit`, plain or with options, hands the function back, which nobody calls."""
 
-        def jit(self, function: Callable[..., Any] | None = None, **_options: Any) -> Callable[..., Any]:
+        def jit(
+            self, function: Callable[..., Any] | None = None, **_options: Any
+        ) -> Callable[..., Any]:
             return self.jit if function is None else function
 
         def __getattr__(self, name: str) -> Any:
             return None
 
-    triton: Any = _Absent()
+    triton = _Absent()
     tl: Any = _Absent()
     tl_cuda: Any = _Absent()
     libdevice: Any = _Absent()
     HAS_TRITON = False
     INTERPRETED = False
 
-__all__ = ["HAS_TRITON", "INTERPRETED", "early_launch", "libdevice", "next_power_of_2", "tl", "tl_cuda", "triton"]
+__all__ = [
+    "HAS_TRITON",
+    "INTERPRETED",
+    "early_launch",
+    "libdevice",
+    "next_power_of_2",
+    "tl",
+    "tl_cuda",
+    "triton",
+]
 
 
 @cache
 def early_launch(device: torch.device) -> bool:
     """Whether kernels on the device may start before the previous one ends (compute capability 9.0 and up)."""
-    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device)[0] >= 9
+    return (
+        device.type == "cuda"
+        and not INTERPRETED
+        and torch.cuda.get_device_capability(device)[0] >= 9
+    )
 
 
 def next_power_of_2(n: int) -> int:

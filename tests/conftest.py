@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,6 +12,10 @@ from types import FrameType
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton runs kernels in its interpreter; it looks once, when the first kernel is imported.
+    os.environ["TRITON_INTERPRET"] = "1"  # noqa: TID251
 
 LIMIT_S = 20
 """Slowest honest test on two shared cores is about half of this; a hung one must not hold the
@@ -48,3 +54,14 @@ def nan_empty() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """Undo what a test configures: a level left behind hides the next test's messages."""
+    root, ours = logging.getLogger(), logging.getLogger("freetoken")
+    before = root.handlers[:], root.level, ours.level
+    yield
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    ours.setLevel(before[2])

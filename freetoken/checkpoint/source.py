@@ -25,8 +25,6 @@ class StoredTensor:
     file: Path
 
 
-
-
 class TensorSource(Protocol):
     """Owns open files. `read` may run in several threads at once; `close` when none does."""
 

@@ -5,10 +5,12 @@ code.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 from freetoken import __version__
 from freetoken.errors import ConfigError, FreeTokenError, WeightError
@@ -29,6 +31,24 @@ called.
 """
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as settings do; argparse puts its whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with the code of wrong settings."""
+        text = f"{message[:1].lower()}{message[1:]}; `{self.prog} --help` lists what there is"
+        if (flag := _unknown_flag(message)) is not None:
+            known = [word for action in self._actions for word in action.option_strings]
+            close = difflib.get_close_matches(flag, known, n=1)
+            text += f"; did you mean {close[0]}?" if close else ""
+        self.exit(EXIT_SETTINGS, f"ft: error: {text}\n")
+
+
+def _unknown_flag(message: str) -> str | None:
+    found = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+    return found[1] if found else None
+
+
 class Command(Protocol):
     """What a command's module has."""
 
@@ -46,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         top.print_help()
         return 0
     command = cast("Command", importlib.import_module(f"freetoken.cli.{name}"))
-    parser = argparse.ArgumentParser(
-        prog=f"ft {name}", description=COMMANDS[name], allow_abbrev=False
-    )
+    parser = OneLineParser(prog=f"ft {name}", description=COMMANDS[name], allow_abbrev=False)
     command.add_arguments(parser)
     try:
         return command.execute(parser.parse_args(arguments[1:]))
@@ -65,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _top_parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="ft",
         description="FreeToken: a local Mixture-of-Experts inference engine.",
         epilog="commands:\n"

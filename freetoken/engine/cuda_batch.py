@@ -1,5 +1,5 @@
-"""What a decode step is told, in memory that a captured graph reads: filled on the host, copied in
-one piece, the same addresses every step.
+"""What a GPU step is told about its rows: tokens, positions, pages. Decode rows lie at fixed
+addresses that a captured graph reads; prompt rows are laid out anew for each step.
 """
 
 from __future__ import annotations
@@ -11,14 +11,20 @@ import torch
 from torch import Tensor
 
 from freetoken.engine.request import Chunk
+from freetoken.engine.staging import Staging
 from freetoken.kernels.prefill_attention import PagedRuns
 from freetoken.models.cuda_forward import MAX_BATCH, CudaRows
 
-_RING = 4
-"""Staging buffers. Two steps may be in flight and a third being filled; one is spare."""
-
 _FROM_SLOT = -1
 """Stands for a token that only the device knows: what the slot sampled last."""
+
+_FIELDS = {
+    "token": np.int64,
+    "slot": np.int64,
+    "position": np.int64,
+    "write_slot": np.int64,
+    "kv_len": np.int32,
+}
 
 
 class DecodeBatch:
@@ -35,10 +41,8 @@ class DecodeBatch:
         self.slot_pages = torch.zeros(max_running, max_pages, dtype=torch.int32, device=device)
         self._page_tokens = page_tokens
         self._num_pages = [0] * max_running
-        shape = (5, MAX_BATCH)  # token or _FROM_SLOT, slot, position, write slot, kv length
-        self._fields = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._staging = [torch.zeros(shape, dtype=torch.int64).pin_memory() for _ in range(_RING)]
-        self._next = 0
+        self._staging = Staging(_FIELDS, MAX_BATCH, device)
+        self._q_ends = torch.arange(1, MAX_BATCH + 1, dtype=torch.int32, device=device)
 
     def forget(self, slot: int) -> None:
         """The slot has a new sequence: its page table starts over."""
@@ -46,16 +50,16 @@ class DecodeBatch:
 
     def fill(self, chunks: Seq[Chunk]) -> None:
         """Stage the rows of a step and enqueue their copies on the current stream."""
-        staged = self._staging[self._next]
-        self._next = (self._next + 1) % _RING
-        values = staged.numpy()
+        fields = self._staging.begin()
         for row, chunk in enumerate(chunks):
             page, offset = divmod(chunk.start, self._page_tokens)
-            token = chunk.tokens[0] if chunk.tokens else _FROM_SLOT
-            write_slot = chunk.pages[page] * self._page_tokens + offset
-            values[:, row] = token, chunk.sequence.slot, chunk.start, write_slot, chunk.start + 1
+            fields["token"][row] = chunk.tokens[0] if chunk.tokens else _FROM_SLOT
+            fields["slot"][row] = chunk.sequence.slot
+            fields["position"][row] = chunk.start
+            fields["write_slot"][row] = chunk.pages[page] * self._page_tokens + offset
+            fields["kv_len"][row] = chunk.start + 1
             self.extend_pages(chunk)
-        self._fields.copy_(staged, non_blocking=True)
+        self._staging.send()
 
     def extend_pages(self, chunk: Chunk) -> None:
         """Bring the device's page table of a sequence up to the chunk's."""
@@ -65,44 +69,35 @@ class DecodeBatch:
             self.slot_pages[slot, known : len(chunk.pages)].copy_(fresh, non_blocking=True)
             self._num_pages[slot] = len(chunk.pages)
 
-    def slots(self, rows: int) -> Tensor:
-        """[rows] int64, the slot of each row."""
-        return self._fields[1, :rows]
-
     def rows(self, rows: int) -> CudaRows:
         """The forward pass's view of the first `rows` rows; may be captured."""
-        token, slot, position, write_slot, kv_len = self._fields[:, :rows]
+        fields = {name: tensor[:rows] for name, tensor in self._staging.device.items()}
+        token, slot = fields["token"], fields["slot"]
         tokens = torch.where(token >= 0, token, self.last_ids[slot])
-        q_ends = torch.arange(1, rows + 1, dtype=torch.int32, device=token.device)
         pages = self.slot_pages.index_select(0, slot)
-        runs = PagedRuns(q_ends, kv_len.to(torch.int32), pages, self._page_tokens)
-        return CudaRows(tokens, position, write_slot, runs, slot)
+        runs = PagedRuns(self._q_ends[:rows], fields["kv_len"], pages, self._page_tokens)
+        return CudaRows(tokens, fields["position"], fields["write_slot"], runs, slot)
 
 
 def prefill_rows(chunks: Seq[Chunk], batch: DecodeBatch, page_tokens: int) -> CudaRows:
     """Lay chunks of any length end to end on the device; enqueues copies on the current stream."""
     device = batch.last_ids.device
     ends = np.cumsum([c.length for c in chunks])
-    positions = np.concatenate([np.arange(c.start, c.start + c.length) for c in chunks])
-    tables = [np.asarray(c.pages, np.int64) for c in chunks]
-    write_slots = np.concatenate(
-        [
-            table[(where := np.arange(c.start, c.start + c.length)) // page_tokens] * page_tokens
-            + where % page_tokens
-            for c, table in zip(chunks, tables, strict=True)
-        ]
-    )
+    where = [np.arange(c.start, c.start + c.length) for c in chunks]
+    write_slots = [
+        np.asarray(c.pages, np.int64)[at // page_tokens] * page_tokens + at % page_tokens
+        for c, at in zip(chunks, where, strict=True)
+    ]
     tokens = np.concatenate([np.asarray(c.tokens or [_FROM_SLOT], np.int64) for c in chunks])
     for chunk in chunks:
         batch.extend_pages(chunk)
     slots = _to_device([c.sequence.slot for c in chunks], np.int64, device)
-    width = max(len(c.pages) for c in chunks)
     token_ids = _to_device(tokens, np.int64, device)
-    unknown = [int(e) - 1 for c, e in zip(chunks, ends, strict=True) if not c.tokens]
-    if unknown:
-        owners = [c.sequence.slot for c in chunks if not c.tokens]
-        rows = _to_device(unknown, np.int64, device)
-        token_ids[rows] = batch.last_ids[_to_device(owners, np.int64, device)]
+    if any(not c.tokens for c in chunks):
+        owners = np.repeat([c.sequence.slot for c in chunks], [c.length for c in chunks])
+        last = batch.last_ids[_to_device(owners, np.int64, device)]
+        token_ids = torch.where(token_ids >= 0, token_ids, last)
+    width = max(len(c.pages) for c in chunks)
     runs = PagedRuns(
         _to_device(ends, np.int32, device),
         _to_device([c.start + c.length for c in chunks], np.int32, device),
@@ -112,8 +107,8 @@ def prefill_rows(chunks: Seq[Chunk], batch: DecodeBatch, page_tokens: int) -> Cu
     sample_rows = [int(e) - 1 for c, e in zip(chunks, ends, strict=True) if c.samples]
     return CudaRows(
         token_ids,
-        _to_device(positions, np.int64, device),
-        _to_device(write_slots, np.int64, device),
+        _to_device(np.concatenate(where), np.int64, device),
+        _to_device(np.concatenate(write_slots), np.int64, device),
         runs,
         _to_device(sample_rows, np.int64, device),
     )
@@ -129,7 +124,7 @@ def warm_rows(tokens: int, batch: DecodeBatch, page_tokens: int) -> CudaRows:
     return CudaRows(torch.zeros_like(where), where, where % page_tokens, runs, where[-1:])
 
 
-def _to_device(values: object, dtype: type, device: torch.device) -> Tensor:
+def _to_device(values: object, dtype: type[np.generic], device: torch.device) -> Tensor:
     """A small host array on the device, without waiting."""
     staged = torch.as_tensor(np.asarray(values, dtype)).pin_memory()
     return staged.to(device, non_blocking=True)

@@ -1,20 +1,38 @@
-"""Which ids a GPU step takes: the likeliest ones where all rows are greedy, the sampler's
-otherwise.
+"""Sampling on a GPU: every setting of every row lies in device memory, so that a captured graph can
+sample; tables for penalties and bias are kept by slot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from freetoken.engine.penalties import RowSettings
 from freetoken.engine.request import Chunk
-from freetoken.engine.sampler import Sampler
+from freetoken.engine.staging import Staging
 from freetoken.engine.step_thread import SlotStart
 from freetoken.engine.uniform import uniform
+from freetoken.kernels.sample_rows import SampleSettings, make_scratch, sample_rows
 from freetoken.types import SamplingParams, TokenLogprob
+
+_GREEDY_BELOW = 1e-5
+"""As in penalties.py: under it the likeliest token's share is 1 anyway."""
+
+_FIELDS = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float64,
+    "min_p": np.float32,
+    "uniforms": np.float64,
+    "repetition": np.float32,
+    "presence": np.float32,
+    "frequency": np.float32,
+    "slots": np.int32,
+    "bias_rows": np.int32,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +40,7 @@ class Chosen:
     """A step's ids of some rows, still on the device.
 
     ids       [rows] int64
-    is_sound  [rows] bool
+    is_sound  [rows] int8
     slots     [rows] the slot of each row
     """
 
@@ -32,54 +50,116 @@ class Chosen:
     logprobs: list[TokenLogprob | None]
 
 
-class Chooser:
-    """Owns sampling settings by slot, and the sampler. Used by the runner thread."""
+class ChoiceTables:
+    """Owns what sampling remembers by slot, and the kernels' scratch.
+
+    outputs    [slots, vocab] int32  how often each token was generated
+    in_prompt  [slots, vocab] bool
+    bias       [slots, vocab] float32
+    """
 
     def __init__(self, max_running: int, vocab: int, device: torch.device) -> None:
-        self._sampler = Sampler(max_running, vocab, device)
-        self._settings: dict[int, RowSettings] = {}
-        self._vocab = vocab
-        self._device = device
+        self.outputs = torch.zeros(max_running, vocab, dtype=torch.int32, device=device)
+        self.in_prompt = torch.zeros(max_running, vocab, dtype=torch.bool, device=device)
+        self.bias = torch.zeros(max_running, vocab, dtype=torch.float32, device=device)
+        self.scratch = make_scratch(max_running, vocab, device)
+        self.params = [SamplingParams(temperature=0.0)] * max_running
+        self.vocab = vocab
+        self.device = device
 
     def start(self, start: SlotStart) -> None:
-        """A sequence takes a slot over."""
-        row = RowSettings.of(start.params, self._vocab, self._device)
-        self._settings[start.slot] = row
-        self._sampler.start(start.slot, row, start.prompt, start.said)
+        """A sequence takes a slot over. Enqueues table writes only if its settings need them."""
+        slot, params = start.slot, start.params
+        self.params[slot] = params
+        if has_penalties(params):
+            self.in_prompt[slot] = False
+            self.in_prompt[slot, self._ids(start.prompt)] = True
+            counts = np.bincount(np.asarray(start.said, np.int64), minlength=self.vocab)
+            staged = torch.as_tensor(counts.astype(np.int32)).pin_memory()
+            self.outputs[slot].copy_(staged, non_blocking=True)
+        if params.logit_bias:
+            self.bias[slot] = 0.0
+            values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+            values = values.pin_memory().to(self.device, non_blocking=True)
+            self.bias[slot, self._ids(list(params.logit_bias))] = values
 
-    def choose(self, chunks: list[Chunk], logits: Tensor, likeliest: Tensor) -> Chosen:
-        """Sample each row. Waits for the device only where log-probabilities are wanted.
+    def _ids(self, tokens: Seq[int]) -> Tensor:
+        staged = torch.as_tensor(np.asarray(tokens, np.int64)).pin_memory()
+        return staged.to(self.device, non_blocking=True)
 
-        logits     [rows, vocab] float32
-        likeliest  [rows] int64
+
+class RowChooser:
+    """Samples up to `max_rows` rows; one for decode rows, whose graph reads it, one for the rest."""
+
+    def __init__(self, tables: ChoiceTables, max_rows: int) -> None:
+        self._tables = tables
+        self._staging = Staging(_FIELDS, max_rows, tables.device)
+
+    def stage(self, chunks: Seq[Chunk]) -> bool:
+        """Enqueue the settings of a step's rows. True if some row draws, False if all are greedy."""
+        fields = self._staging.begin()
+        draws = False
+        for row, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            params = self._tables.params[sequence.slot]
+            is_greedy = params.temperature < _GREEDY_BELOW or params.top_k == 1
+            draws = draws or not is_greedy
+            fields["temperature"][row] = 0.0 if is_greedy else params.temperature
+            fields["top_k"][row] = max(params.top_k, 0)
+            fields["top_p"][row] = params.top_p
+            fields["min_p"][row] = params.min_p
+            fields["uniforms"][row] = uniform(sequence.seed, chunk.start + chunk.length)
+            fields["repetition"][row] = params.repetition_penalty
+            fields["presence"][row] = params.presence_penalty
+            fields["frequency"][row] = params.frequency_penalty
+            fields["slots"][row] = sequence.slot if has_penalties(params) else -1
+            fields["bias_rows"][row] = sequence.slot if params.logit_bias else -1
+        self._staging.send()
+        return draws
+
+    def sample(self, logits: Tensor, *, draws: bool) -> tuple[Tensor, Tensor]:
+        """Enqueue the choice for logits [rows, vocab] float32; may be captured.
+
+        Out: ids [rows] int64, is_sound [rows] int8
         """
+        rows = logits.shape[0]
+        fields = {name: tensor[:rows] for name, tensor in self._staging.device.items()}
+        tables = self._tables
+        settings = SampleSettings(
+            **fields, outputs=tables.outputs, in_prompt=tables.in_prompt, bias=tables.bias
+        )
+        ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        is_sound = torch.empty(rows, dtype=torch.int8, device=logits.device)
+        scratch = tables.scratch
+        sample_rows(logits, settings, ids=ids, is_sound=is_sound, scratch=scratch, draws=draws)
+        return ids, is_sound
+
+    def chosen(self, chunks: Seq[Chunk], logits: Tensor, ids: Tensor, is_sound: Tensor) -> Chosen:
+        """Collect a step's choice. Waits for the device only where log-probabilities are wanted."""
         slots = [c.sequence.slot for c in chunks]
-        rows = [self._settings[slot] for slot in slots]
-        if all(_is_plain_greedy(row) for row in rows):
-            is_sound = logits.gather(1, likeliest[:, None])[:, 0].isfinite()
-            return Chosen(likeliest, is_sound, slots, [None] * len(rows))
-        draws = [uniform(c.sequence.seed, c.start + c.length) for c in chunks]
-        staged = torch.tensor(draws, dtype=torch.float64).pin_memory()
-        uniforms = staged.to(self._device, non_blocking=True)
-        output = self._sampler.sample(logits, rows, slots, uniforms)
-        return Chosen(output.ids, output.is_sound, slots, output.token_logprobs(rows))
-
-    def warm(self, logits: Tensor) -> None:
-        """Run the sampling kernels once for logits [rows, vocab]."""
-        for params in (
-            SamplingParams(temperature=1.0),
-            SamplingParams(temperature=1.0, top_k=20, top_p=0.9, min_p=0.05),
-            SamplingParams(temperature=1.0, top_p=0.9),
-        ):
-            row = RowSettings.of(params, self._vocab, self._device)
-            uniforms = torch.full((1,), 0.5, dtype=torch.float64, device=self._device)
-            self._sampler.sample(logits[:1], [row], [0], uniforms)
+        params = [self._tables.params[slot] for slot in slots]
+        return Chosen(ids, is_sound, slots, _logprobs(logits, ids, params))
 
 
-def _is_plain_greedy(row: RowSettings) -> bool:
-    return (
-        row.temperature == 0.0
-        and not row.has_penalties
-        and row.bias is None
-        and row.logprobs is None
-    )
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether a token's chance depends on the tokens before it by count."""
+    neutral = (1.0, 0.0, 0.0)
+    given = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    return given != neutral
+
+
+def _logprobs(
+    logits: Tensor, ids: Tensor, params: list[SamplingParams]
+) -> list[TokenLogprob | None]:
+    """The model's own log-probabilities of rows that want them."""
+    wanted = [i for i, p in enumerate(params) if p.logprobs is not None]
+    out: list[TokenLogprob | None] = [None] * len(params)
+    for row in wanted:
+        shares = logits[row].log_softmax(-1)
+        # Sorted by value, equal ones by lowest id.
+        values, tokens = shares.sort(descending=True, stable=True)
+        count = params[row].logprobs or 0
+        top = [(int(t), float(v)) for t, v in zip(tokens[:count], values[:count], strict=True)]
+        token = int(ids[row])
+        out[row] = TokenLogprob(token, float(shares[token]), tuple(top))
+    return out

@@ -1,13 +1,16 @@
-"""Decode steps as CUDA graphs: one for each number of rows, greedy sampling inside, captured before
-the first request.
+"""Decode steps as CUDA graphs: one for each number of rows, with and without random draws, sampling
+included, captured before the first request.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from freetoken.engine.cuda_batch import DecodeBatch
+from freetoken.engine.cuda_choice import RowChooser
 from freetoken.kvcache.pool import KvPool
 from freetoken.models.cuda_forward import MAX_BATCH, CudaForward
 
@@ -15,45 +18,65 @@ _WARM_RUNS = 2
 """Runs before capture: the first compiles kernels, the second takes the memory it will keep."""
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeOutput:
+    """What a decode step leaves on the device, valid until the next run.
+
+    logits    [rows, vocab] float32
+    ids       [rows] int64
+    is_sound  [rows] int8
+    """
+
+    logits: Tensor
+    ids: Tensor
+    is_sound: Tensor
+
+
 class DecodeGraphs:
-    """Owns the graphs and their outputs. `is_eager` computes the same without graphs."""
+    """Owns the graphs and their outputs. With `is_eager` it computes the same without graphs."""
 
     def __init__(
-        self, forward: CudaForward, kv: KvPool, batch: DecodeBatch, *, is_eager: bool = False
+        self,
+        forward: CudaForward,
+        kv: KvPool,
+        batch: DecodeBatch,
+        chooser: RowChooser,
+        *,
+        is_eager: bool = False,
     ) -> None:
         self._forward = forward
         self._kv = kv
         self._batch = batch
+        self._chooser = chooser
         self._is_eager = is_eager
         self._scratch = forward.make_scratch()
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, DecodeOutput]] = {}
 
     def capture(self, max_rows: int) -> None:
         """Compile, warm and capture 1 to `max_rows` rows on the current stream."""
         pool = None
         for rows in range(min(max_rows, MAX_BATCH), 0, -1):
-            for _ in range(_WARM_RUNS):
-                self._step(rows)
-            if self._is_eager:
-                continue
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
-                outputs = self._step(rows)
-            pool = pool or graph.pool()
-            self._graphs[rows] = (graph, *outputs)
+            for draws in (False, True):
+                for _ in range(_WARM_RUNS):
+                    self._step(rows, draws=draws)
+                if self._is_eager:
+                    continue
+                graph = torch.cuda.CUDAGraph()
+                # Other threads of an embedding program may use the device meanwhile.
+                stream = torch.cuda.current_stream()
+                with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+                    output = self._step(rows, draws=draws)
+                pool = pool or graph.pool()
+                self._graphs[rows, draws] = (graph, output)
 
-    def run(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Run a filled step. Out: logits [rows, vocab] float32, their likeliest ids [rows] int64;
-        valid until the next run.
-        """
+    def run(self, rows: int, *, draws: bool) -> DecodeOutput:
+        """Run a filled and staged step."""
         if self._is_eager:
-            return self._step(rows)
-        graph, logits, ids = self._graphs[rows]
+            return self._step(rows, draws=draws)
+        graph, output = self._graphs[rows, draws]
         graph.replay()
-        return logits, ids
+        return output
 
-    def _step(self, rows: int) -> tuple[Tensor, Tensor]:
+    def _step(self, rows: int, *, draws: bool) -> DecodeOutput:
         logits = self._forward.decode(self._batch.rows(rows), self._kv, self._scratch)
-        ids = logits.argmax(-1)
-        self._batch.last_ids[self._batch.slots(rows)] = ids
-        return logits, ids
+        return DecodeOutput(logits, *self._chooser.sample(logits, draws=draws))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from freetoken.engine.cuda_batch import DecodeBatch, prefill_rows, warm_rows
-from freetoken.engine.cuda_choice import Chooser, Chosen
+from freetoken.engine.cuda_choice import ChoiceTables, Chosen, RowChooser
 from freetoken.engine.cuda_graphs import DecodeGraphs
 from freetoken.engine.cuda_signal import CudaSignal
 from freetoken.engine.request import Chunk, Sampled, StepResult
@@ -57,8 +57,12 @@ class CudaRunner:
         self._forward = CudaForward(decoder)
         self._stream = torch.cuda.Stream(decoder.device)
         self._batch = DecodeBatch(max_running, max_pages, kv.page_tokens, decoder.device)
-        self._graphs = DecodeGraphs(self._forward, kv, self._batch, is_eager=is_eager)
-        self._chooser = Chooser(max_running, decoder.spec.vocab, decoder.device)
+        self._tables = ChoiceTables(max_running, decoder.spec.vocab, decoder.device)
+        self._decoding = RowChooser(self._tables, max_running)
+        self._prompts = RowChooser(self._tables, max_running)
+        self._graphs = DecodeGraphs(
+            self._forward, kv, self._batch, self._decoding, is_eager=is_eager
+        )
         self._signal = CudaSignal(max_running)
         self._launched: dict[int, _Launched | Exception] = {}
         self._ended_at = 0.0
@@ -72,7 +76,9 @@ class CudaRunner:
             while tokens <= max_prefill_tokens:
                 # Powers of two meet every tile size that a length can choose.
                 rows = warm_rows(tokens, self._batch, self._kv.page_tokens)
-                self._chooser.warm(self._forward.prefill(rows, self._kv))
+                logits = self._forward.prefill(rows, self._kv)
+                for draws in (False, True):
+                    self._prompts.sample(logits, draws=draws)
                 tokens *= 2
             self._batch.last_ids.zero_()
             self._stream.synchronize()
@@ -105,15 +111,15 @@ class CudaRunner:
     def _serve(self, work: StepWork) -> None:
         try:
             with torch.inference_mode(), torch.cuda.stream(self._stream):
-                self._launched[work.number] = self._enqueue(work)
+                self._enqueue(work)
         except Exception as error:  # noqa: BLE001 - the thread's edge: wait() raises it again
             self._launched[work.number] = error
             self._signal.fail(work.number)
 
-    def _enqueue(self, work: StepWork) -> _Launched:
+    def _enqueue(self, work: StepWork) -> None:
         for start in work.starts:
             self._batch.forget(start.slot)
-            self._chooser.start(start)
+            self._tables.start(start)
         live = [c for c in work.chunks if c.sequence.finish is None]
         skipped = {id(c) for c in work.chunks} - {id(c) for c in live}
         decoding = [c for c in live if c.length == 1 and c.samples][:MAX_BATCH]
@@ -121,18 +127,26 @@ class CudaRunner:
         chosen: list[Chosen] = []
         if decoding:
             self._batch.fill(decoding)
-            logits, likeliest = self._graphs.run(len(decoding))
-            chosen.append(self._chooser.choose(decoding, logits, likeliest))
-        if rest:
-            logits = self._forward.prefill(
-                prefill_rows(rest, self._batch, self._kv.page_tokens), self._kv
+            output = self._graphs.run(len(decoding), draws=self._decoding.stage(decoding))
+            chosen.append(
+                self._decoding.chosen(decoding, output.logits, output.ids, output.is_sound)
             )
-            if sampling := [c for c in rest if c.samples]:
-                chosen.append(self._chooser.choose(sampling, logits, logits.argmax(-1)))
-        self._signal.send(work.number, chosen, self._batch.last_ids)
+        if rest:
+            chosen += self._prefill(rest)
         sampling = decoding + [c for c in rest if c.samples]
         logprobs = [p for part in chosen for p in part.logprobs]
-        return _Launched(work.chunks, sampling, logprobs, skipped)
+        # Before the hand-over: the device may be done with it before this thread goes on.
+        self._launched[work.number] = _Launched(work.chunks, sampling, logprobs, skipped)
+        self._signal.send(work.number, chosen, self._batch.last_ids)
+
+    def _prefill(self, chunks: list[Chunk]) -> list[Chosen]:
+        rows = prefill_rows(chunks, self._batch, self._kv.page_tokens)
+        logits = self._forward.prefill(rows, self._kv)
+        sampling = [c for c in chunks if c.samples]
+        if not sampling:
+            return []
+        draws = self._prompts.stage(sampling)
+        return [self._prompts.chosen(sampling, logits, *self._prompts.sample(logits, draws=draws))]
 
 
 def _results(launched: _Launched, ids: list[int]) -> list[Sampled]:

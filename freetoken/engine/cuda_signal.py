@@ -49,7 +49,7 @@ class CudaSignal:
             is_sound = torch.cat([c.is_sound for c in chosen])
         else:
             ids = torch.empty(0, dtype=torch.int64, device=device)
-            is_sound = torch.empty(0, dtype=torch.bool, device=device)
+            is_sound = torch.empty(0, dtype=torch.int8, device=device)
         staged = torch.tensor([s for c in chosen for s in c.slots], dtype=torch.int64).pin_memory()
         slots = staged.to(device, non_blocking=True)
         row = self._ids[number % _RING]

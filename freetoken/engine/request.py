@@ -36,7 +36,22 @@ class Sequence:
     """Prompt tokens whose KV was found at the first admission; a preemption does not change it."""
     is_restarted: bool = False
     """It was preempted: it finds its own pages in the cache, which are nobody's saving."""
+    behind: Sequence | None = None
+    """While waiting: a running sequence that computes a beginning of this one's tokens."""
+    behind_tokens: int = 0
+    """Its tokens that are worth waiting for, in whole pages."""
     finish: Finish | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the neighbour still computes what this one can take over from it."""
+        first = self.behind
+        return (
+            first is not None
+            and first.finish is None
+            and first.lease is not None
+            and first.computed < self.behind_tokens
+        )
 
     @property
     def num_generated(self) -> int:

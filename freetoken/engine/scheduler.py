@@ -4,10 +4,10 @@ nothing can interrupt one.
 Policy. Running sequences that decode come first, one token each. What is left of the step is
 prefill, shared evenly by the sequences that still have prompt to compute, so that a long prompt
 starves no short one. A waiting sequence is admitted in order of arrival once all pages of its
-prompt are there; one whose next page is being computed by a neighbour right now waits for that page
-instead of computing it twice. When decoding sequences run out of pages and no step can be planned,
-the youngest gives its pages back and starts again later from what it has: the oldest always
-proceeds, so nothing waits for ever.
+prompt are there; one whose beginning is being computed by a neighbour right now lets others pass
+and waits for those pages instead of computing them twice. When decoding sequences run out of pages
+and no step can be planned, the youngest gives its pages back and starts again later from what it
+has: the oldest always proceeds, so nothing waits for ever.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from freetoken.engine.neighbours import stands_behind
 from freetoken.engine.request import Chunk, Sampled, Sequence
 from freetoken.kvcache.pages import PageCache
 from freetoken.types import Finish, TokenChunk
@@ -161,16 +162,24 @@ class Scheduler:
         return chunks
 
     def _admit(self) -> None:
-        while self.waiting and self._free_slots and not self._is_blocked:
-            sequence = self.waiting[0]
+        for sequence in list(self.waiting):
+            if not self._free_slots or self._is_blocked:
+                return
+            if sequence.is_behind:
+                continue  # those after it need not wait too
             known = len(sequence.tokens)
             lease = self.pages.open(sequence.tokens, known - 1)
-            is_early = self._is_being_computed(sequence, lease.num_cached_tokens)
-            if is_early or not self.pages.grow(lease, known):
+            cached = lease.num_cached_tokens
+            if self.pages.reuse and stands_behind(
+                sequence, self.running, cached, self._page_tokens
+            ):
                 self.pages.close(lease)
-                self._is_blocked = not is_early
+                continue
+            if not self.pages.grow(lease, known):
+                self.pages.close(lease)
+                self._is_blocked = True
                 return
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             sequence.lease = lease
             sequence.slot = self._free_slots.pop()
             sequence.launched = sequence.computed = lease.num_cached_tokens
@@ -178,19 +187,6 @@ class Scheduler:
                 sequence.cached_tokens = lease.num_cached_tokens
                 self.counters.cached_tokens += lease.num_cached_tokens
             self.running.append(sequence)
-
-    def _is_being_computed(self, sequence: Sequence, cached: int) -> bool:
-        """Whether a running prefill will soon share the page after `cached` tokens."""
-        if not self.pages.reuse:
-            return False
-        end = cached + self._page_tokens
-        if end >= len(sequence.tokens):
-            return False
-        wanted = sequence.tokens[:end]
-        return any(
-            s.finish is None and s.computed < end <= s.prefill_end and s.tokens[:end] == wanted
-            for s in self.running
-        )
 
     def _preempt(self) -> bool:
         """Give back the youngest sequence's pages if every running one waits for pages. True if

@@ -1,4 +1,6 @@
-"""What one forward pass is told about its tokens. Tensors and page numbers only: no requests, no text."""
+"""What one forward pass is told about its tokens. Tensors and page numbers only: no requests, no
+text.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class StepInput:
     kv_lens      [B]         tokens of each sequence visible to its last row (cached + this step's)
     page_table   [B, P] int32  pages of each sequence in order, padded with 0
     page_tokens              tokens a page
-    sample_rows  [S] int64   rows whose logits are wanted (the last row of each sequence that samples)
+    sample_rows  [S] int64   rows whose logits are wanted (the last row of each sequence that
+    samples)
     """
 
     tokens: Tensor

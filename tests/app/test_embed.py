@@ -18,7 +18,7 @@ from freetoken import embed
 from freetoken.assembly import Assembly, IsStopping
 from freetoken.chat.text_model import TextDelta
 from freetoken.config import Config
-from freetoken.errors import ConfigError, ContextTooLong, DeviceError, RequestError
+from freetoken.errors import ConfigError, ContextTooLong, DeviceError, NotReady, RequestError
 from freetoken.types import Progress
 from tests.app.scripted import chat, tokenizer_folder
 from tests.models.oracle import NEW, PROMPT, Oracle, build
@@ -123,7 +123,7 @@ def test_wrong_setting_is_named_before_anything_runs(
 
 
 def test_errors_in_the_block_come_out_as_they_are(oracle: Oracle) -> None:
-    """An `except RequestError` around the block that never matches, since a group wraps the error."""
+    """An `except RequestError` around the block that never matches: a group wraps it."""
 
     async def main(error: Exception | None) -> None:
         async with opened(oracle) as engine:
@@ -148,10 +148,9 @@ def test_engine_that_dies_raises_its_own_error_from_the_block(
     def broken(*_: object) -> None:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr("freetoken.models.decoder.Decoder.forward", broken)
-
     async def main() -> None:
         async with opened(oracle) as engine:
+            monkeypatch.setattr("freetoken.models.decoder.Decoder.forward", broken)
             with pytest.raises(DeviceError, match="device lost"):
                 await ids_of(engine, oracle.prompt)
             async with aclosing(engine.steps()) as steps:
@@ -181,7 +180,7 @@ def test_hooks_and_steps_see_every_step(oracle: Oracle) -> None:
                     await anext(boundaries)
             assert seen == list(range(1, steps + 1))
             assert await engine.drain(1.0)
-            with pytest.raises(freetoken.FreeTokenError, match="closing"):
+            with pytest.raises(NotReady, match="closing"):
                 await ids_of(engine, [1])
 
     asyncio.run(main())
@@ -233,10 +232,12 @@ def test_application_mounts_into_the_callers_own(oracle: Oracle) -> None:
                         400,
                         "prompt",
                     )
-                async with session.get(f"{url}/stats") as response:
-                    figures = await response.json()
+                lag_ms = 0.0
+                while lag_ms == 0.0:  # it looks every 10 ms
+                    async with session.get(f"{url}/stats") as response:
+                        figures = await response.json()
                     assert figures["finished"] == 1
-                    assert figures["loop_lag"]["max_ms"] > 0
+                    lag_ms = figures["loop_lag"]["max_ms"]
             finally:
                 await runner.cleanup()
 

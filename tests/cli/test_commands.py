@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,12 +75,30 @@ def test_help_imports_no_torch() -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
-@pytest.mark.parametrize("arguments", [["nothing"], ["serve", "--prot", "1"], ["serve", "--por=1"]])
-def test_unknown_command_or_flag_exits_2(arguments: list[str]) -> None:
-    """Catches a misspelt or shortened flag that is taken for another."""
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nothing"], "choose from"),
+        (["serve", "--prot", "1"], "unrecognized arguments: --prot 1.*did you mean --port?"),
+        (["serve", "--por=1"], "did you mean --port?"),
+        (["serve", "--model"], "argument --model: expected one argument"),
+        (["--bogus"], "unrecognized arguments: --bogus"),
+    ],
+    ids=lambda v: "-".join(v) if isinstance(v, list) else "",
+)
+def test_unknown_command_or_flag_exits_2_with_one_line(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a misspelt or shortened flag that is taken for another, or told under a page of
+    usage.
+    """
     with pytest.raises(SystemExit) as end:
         cli.main(arguments)
     assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ft: error: ")
+    assert error.count("\n") == 1
+    assert re.search(text, error)
 
 
 def test_wrong_setting_exits_2_with_remedy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,16 @@ def test_defaults_are_the_documented_ones() -> None:
     config = load_config({}, {})
     assert (config.server.host, config.server.port) == ("127.0.0.1", 1919)
     assert (config.engine.max_running_requests, config.engine.page_size) == (8, 16)
-    assert (config.engine.max_prefill_length, config.engine.max_queue) == (512, 256)
+    # The device decides the length of a prefill step.
+    assert (config.engine.max_prefill_length, config.engine.max_queue) == (None, 256)
     assert config.server.max_body_bytes == 32 * 1024 * 1024
+
+
+@pytest.mark.parametrize("path", ["model.path", "model.fake", "model.chat_template", "server.host"])
+def test_empty_text_is_refused_not_taken_for_the_working_folder(path: str) -> None:
+    """Catches `--model "$UNSET"` that looks for a checkpoint wherever one happens to stand."""
+    with pytest.raises(ConfigError, match="expected text that is not empty, got ''"):
+        load_config({path: ""}, {})
 
 
 def test_table_holds_every_field_once_with_help() -> None:

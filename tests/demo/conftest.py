@@ -1,5 +1,4 @@
-"""The real demo model, from the user's cache. These tests run with `-m demo`, after `make smoke`.
-"""
+"""The real demo model, from the user's cache: run with `-m demo`, after `make smoke`."""
 
 from __future__ import annotations
 

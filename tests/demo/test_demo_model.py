@@ -15,7 +15,7 @@ import transformers
 import freetoken
 from freetoken.checkpoint.demo import DemoPaths
 
-pytestmark = [pytest.mark.demo, pytest.mark.limit(300)]
+pytestmark = [pytest.mark.demo, pytest.mark.limit(900)]
 
 PROMPTS = (
     "The capital of France is",

@@ -22,7 +22,7 @@ from tests.models.oracle import NEW, Oracle, build
 from tests.models.paged import opened
 
 PAGE = 4
-GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0)
+GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from tests.models.oracle import CASES, NEW, Oracle, build
 pytestmark = pytest.mark.gpu
 
 PAGE = 16
-GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0)
+GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
 
 
 def loaded(oracle: Oracle, dtype: torch.dtype = torch.float32) -> Decoder:

@@ -107,6 +107,36 @@ def test_waiting_sequence_waits_for_a_page_that_a_neighbour_computes_now() -> No
     assert bench.said == {"a": expected(22, 2), "b": expected(22, 2)}
 
 
+def test_request_that_waits_for_a_neighbours_pages_holds_up_nobody() -> None:
+    """H08: a second copy of a long prompt, waiting for the first's pages, makes a short chat behind
+    it wait for the whole prefill.
+    """
+    bench = Bench(num_pages=64)
+    bench.add("long", range(100, 200), max_tokens=1)
+    bench.launch()
+    bench.add("copy", range(100, 200), max_tokens=1)
+    bench.add("short", [3, 4, 5], max_tokens=1)
+    assert lengths(bench.launch())["short"] == 3
+    assert [s.request_id for s in bench.scheduler.waiting] == ["copy"]
+    bench.run()
+    assert bench.said == {"long": expected(100, 1), "copy": expected(100, 1), "short": [103]}
+    assert bench.scheduler.counters.cached_tokens == 96
+
+
+def test_request_behind_a_neighbour_that_leaves_goes_on_from_what_is_there() -> None:
+    """A copy of a prompt that waits for ever for pages whose request was aborted."""
+    bench = Bench(num_pages=64)
+    first = bench.add("first", range(100, 200), max_tokens=1)
+    bench.launch()
+    bench.add("copy", range(100, 200), max_tokens=1)
+    bench.launch()
+    bench.finish()
+    bench.scheduler.abort(first)
+    bench.run()
+    assert bench.said["copy"] == expected(100, 1)
+    assert bench.scheduler.counters.cached_tokens == 16
+
+
 def test_naive_cache_reuses_nothing() -> None:
     """--cache-type naive that still shares pages."""
     bench = Bench(reuse=False)

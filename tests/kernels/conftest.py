@@ -1,19 +1,15 @@
-"""Kernels run on the CPU here: Triton's interpreter, switched on before any kernel is imported.
+"""Kernels run on the CPU here, in Triton's interpreter: tests/conftest.py switches it on.
 
 With a GPU (`-m gpu`) the interpreter stays off and the same tests run compiled.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from freetoken.kernels import combine_rows, expert_gemm, expert_sort
 from freetoken.kernels.triton_import import INTERPRETED
 from tests.kernels.interpreter import scalar_bounds  # noqa: F401
 from tests.kernels.test_expert_sort import drawn_ids
+from tests.kernels.test_experts import Bank
 from tests.kernels.tolerance import assert_close, poisoned
 
 # The interpreter keeps bf16 as integers and multiplies those: fp16 stands in for it there.
@@ -23,7 +24,7 @@ DTYPES = (
 )
 
 
-class Case:
+class Case(Bank):
     """Random experts at scattered addresses, tokens inside a wider tensor, poisoned outputs."""
 
     def __init__(
@@ -34,28 +35,23 @@ class Case:
         *,
         block_m: int = 0,
     ) -> None:
-        self.tokens, self.top_k, self.experts, self.hidden, self.inter = shape
+        tokens, self.top_k, self.experts, hidden, inter = shape
         generator = torch.Generator(device=device).manual_seed(5)
 
         def drawn(*size: int, scale: float = 1.0) -> Tensor:
             return (torch.randn(size, generator=generator, device=device) * scale).to(dtype)
 
-        self.x = drawn(self.tokens, self.hidden + 16)[:, : self.hidden]
-        self.up = drawn(self.experts, 2 * self.inter, self.hidden, scale=self.hidden**-0.5)
-        self.down = drawn(self.experts, self.hidden, self.inter, scale=self.inter**-0.5)
-        # Copies in reverse order: a kernel that computes an address from a stacked tensor shows.
-        self.up_copies = [expert.clone() for expert in reversed(self.up)][::-1]
-        self.down_copies = [expert.clone() for expert in reversed(self.down)][::-1]
-        self.up_table = torch.tensor([copy.data_ptr() for copy in self.up_copies], device=device)
-        self.down_table = torch.tensor(
-            [copy.data_ptr() for copy in self.down_copies], device=device
+        self.x = drawn(tokens, hidden + 16)[:, :hidden]
+        super().__init__(
+            drawn(self.experts, 2 * inter, hidden, scale=hidden**-0.5),
+            drawn(self.experts, hidden, inter, scale=inter**-0.5),
         )
-        self.ids = drawn_ids(self.tokens, self.top_k, self.experts, skew=0.3).to(device)
-        self.weights = torch.rand(self.tokens, self.top_k, generator=generator, device=device)
-        pairs = self.tokens * self.top_k
+        self.ids = drawn_ids(tokens, self.top_k, self.experts, skew=0.3).to(device)
+        self.weights = torch.rand(tokens, self.top_k, generator=generator, device=device)
+        pairs = tokens * self.top_k
         self.block_m = block_m or expert_gemm.choose_block_m(pairs, self.experts)
-        self.act = poisoned((pairs, self.inter), dtype, device)
-        self.rows = poisoned((pairs, self.hidden), dtype, device)
+        self.act = poisoned((pairs, inter), dtype, device)
+        self.rows = poisoned((pairs, hidden), dtype, device)
 
     def sort(self) -> expert_sort.SortedPairs:
         """Sort the pairs."""

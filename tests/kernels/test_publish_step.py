@@ -14,7 +14,7 @@ def test_published_ids_are_those_sampled(rows: int, device: torch.device) -> Non
     draw = torch.Generator().manual_seed(rows)
     pin = device.type == "cuda"
     ids = torch.randint(0, 2**40, (rows,), generator=draw).to(device)
-    is_sound = (torch.rand(rows, generator=draw) < 0.7).to(device)
+    is_sound = (torch.rand(rows, generator=draw) < 0.7).to(torch.int8).to(device)
     slots = torch.randperm(64, generator=draw)[:rows].to(device)
     last_ids = torch.full((64,), 7, device=device)
     host_ids = torch.full((64,), -5, pin_memory=pin)

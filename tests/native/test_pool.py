@@ -91,7 +91,7 @@ def test_closed_pool_refuses_calls(native: Native) -> None:
 def test_missing_library_is_said_once_with_its_remedy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """R19: an installation without a compiler that is slow without a word."""
+    """An installation without a compiler that is slow without a word."""
     with caplog.at_level(logging.WARNING):
         assert load(folder=tmp_path) is None
     [record] = caplog.records
