@@ -8,8 +8,8 @@ import torch
 
 from bench.row_configs import drawn
 from bench.timing import Report, Work
-from freetoken.kernels.advance import StepState, advance
 from freetoken.kernels.embed_rows import embed_rows
+from freetoken.kernels.publish_step import publish_step
 from freetoken.kernels.sample_rows import SampleSettings, make_scratch, sample_rows
 
 VOCAB = 151_936
@@ -67,7 +67,7 @@ def bench_sample(report: Report) -> None:
 
 
 def bench_ends(report: Report) -> None:
-    """embed_rows and advance, one sequence."""
+    """embed_rows and publish_step, one sequence."""
     table, h = drawn(VOCAB, 2048), drawn(1, 2048)
     cos, sin = (torch.empty(1, 64, device="cuda") for _ in range(2))
     tokens = torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -77,13 +77,14 @@ def bench_ends(report: Report) -> None:
         embed_rows(tokens, table, positions, frequencies, h=h, cos=cos, sin=sin)
 
     report.sweep(Work("embed_rows", "b1", 4 * 2048, 0, 1, embed), [None])
-    lens = torch.ones(1, dtype=torch.int32, device="cuda")
-    pages = torch.zeros(1, 4096, dtype=torch.int32, device="cuda")
-    state = StepState(tokens.clone(), tokens.clone(), lens, tokens.clone(), pages, tokens.clone())
-    host_ids = torch.zeros(4, 1, dtype=torch.int64, pin_memory=True)
+    last, slots = torch.zeros(8, dtype=torch.int64, device="cuda"), tokens.clone()
+    is_sound = torch.ones(1, dtype=torch.int8, device="cuda")
+    host_ids = torch.zeros(4, dtype=torch.int64, pin_memory=True)
     word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
 
-    def move(_config: Any, _turn: int) -> None:
-        advance(tokens, lens, state, 16, host_ids=host_ids, host_word=word, spare_slot=0)
+    def publish(_config: Any, turn: int) -> None:
+        publish_step(
+            tokens, is_sound, slots, last, number=turn + 1, host_ids=host_ids, host_word=word
+        )
 
-    report.sweep(Work("advance", "b1", 16, 0, 1, move), [None])
+    report.sweep(Work("publish_step", "b1", 16, 0, 1, publish), [None])

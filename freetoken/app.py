@@ -5,6 +5,7 @@ signals.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -74,6 +75,11 @@ class Server:
             stack.push_async_callback(runner.cleanup)
             assembly = await self._load(stack)
             if assembly is not None:
+                # What was loaded lives as long as the process. A full collection would walk its
+                # 200k objects in the loop: 105 ms (demo model, EPYC, December 2026).
+                gc.collect()
+                gc.freeze()
+                stack.callback(gc.unfreeze)
                 await self._serve(assembly, port, after_ready)
         return self._exit_code
 

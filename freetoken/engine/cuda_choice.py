@@ -89,14 +89,14 @@ class ChoiceTables:
 
 
 class RowChooser:
-    """Samples up to `max_rows` rows; one for decode rows, whose graph reads it, one for the rest."""
+    """Samples up to `max_rows` rows: one for the rows of decode graphs, one for the rest."""
 
     def __init__(self, tables: ChoiceTables, max_rows: int) -> None:
         self._tables = tables
         self._staging = Staging(_FIELDS, max_rows, tables.device)
 
     def stage(self, chunks: Seq[Chunk]) -> bool:
-        """Enqueue the settings of a step's rows. True if some row draws, False if all are greedy."""
+        """Enqueue the settings of a step's rows. True if some row draws."""
         fields = self._staging.begin()
         draws = False
         for row, chunk in enumerate(chunks):

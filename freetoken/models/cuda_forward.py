@@ -16,6 +16,7 @@ from torch import Tensor
 
 from freetoken.kernels.combine_rows import combine_rows
 from freetoken.kernels.decode_attention import Prologue, decode_attention, scratch_elements
+from freetoken.kernels.embed_rows import embed_rows
 from freetoken.kernels.expert_down import expert_down
 from freetoken.kernels.expert_gemm import choose_block_m, expert_gemm, pointer_table
 from freetoken.kernels.expert_sort import empty_pairs, expert_sort
@@ -95,6 +96,7 @@ class CudaForward:
         ]
         ropes = {layer.rope for layer in decoder.layers}
         self._angles = {rope: RopeAngles(rope, decoder.device) for rope in ropes}
+        self._frequencies = {rope: rope.frequencies().to(decoder.device) for rope in ropes}
 
     def make_scratch(self) -> CudaScratch:
         """Allocate what `decode` needs for up to MAX_BATCH rows."""
@@ -134,8 +136,7 @@ class CudaForward:
         Reads no value on the host: may be captured as a graph.
         """
         decoder = self.decoder
-        angles = self._angles_of(rows.positions)
-        h = decoder.embed(rows.tokens)
+        h, angles = self._decode_inputs(rows)
         for index, layer in enumerate(decoder.layers):
             pools = (kv.k[index], kv.v[index])
             self._decode_attention(layer, h, rows, angles[layer.rope], pools, scratch)
@@ -192,6 +193,28 @@ class CudaForward:
         combine_rows(out, weights, residual, residual=residual)
 
     # Decode ---------------------------------------------------------------------------------------
+
+    def _decode_inputs(self, rows: CudaRows) -> tuple[Tensor, dict[Rope, tuple[Tensor, Tensor]]]:
+        """Embed the tokens and compute the angles; one launch where all layers share them."""
+        table, batch = self.decoder.embed.weight, rows.tokens.shape[0]
+        if len(self._frequencies) > 1:
+            return self.decoder.embed(rows.tokens), self._angles_of(rows.positions)
+        ((rope, frequencies),) = self._frequencies.items()
+        h = torch.empty(batch, table.shape[1], dtype=table.dtype, device=table.device)
+        shape = (batch, frequencies.shape[0])
+        cos = torch.empty(shape, dtype=torch.float32, device=table.device)
+        sin = torch.empty_like(cos)
+        embed_rows(
+            rows.tokens,
+            table,
+            rows.positions,
+            frequencies,
+            rope.attention_scale,
+            h=h,
+            cos=cos,
+            sin=sin,
+        )
+        return h, {rope: (cos, sin)}
 
     def _decode_attention(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -213,6 +214,18 @@ def test_signal_while_loading_gives_the_start_up(
         9,
     )
     assert (chat_status, refused["error"]["code"]) == (503, "model_loading")  # pyright: ignore
+
+
+def test_collector_leaves_the_loaded_model_alone(tmp_path: Path) -> None:
+    """A stall of a tenth of a second in every stream, whenever Python collects everything."""
+    found: list[int] = []
+
+    async def client(_served: Served) -> None:
+        found.append(gc.get_freeze_count())
+
+    assert serve(script(tmp_path, {"text": "x"}), client) == EXIT_OK
+    assert found[0] > 10_000
+    assert gc.get_freeze_count() == 0
 
 
 def test_port_in_use_is_a_wrong_setting(tmp_path: Path) -> None:
