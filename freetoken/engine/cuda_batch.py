@@ -114,6 +114,16 @@ def prefill_rows(chunks: Seq[Chunk], batch: DecodeBatch, page_tokens: int) -> Cu
     )
 
 
+def warm_lengths(longest: int) -> list[int]:
+    """Chunk lengths that between them meet every variant of the prefill kernels.
+
+    Tile sizes change at most at powers of two; kernels are also compiled apart for counts that are
+    1, a multiple of 16, or neither.
+    """
+    lengths = {min(n, longest) for k in range(14) for n in (2**k, 2**k + 3, 3 * 2**k + 1)}
+    return sorted(lengths | {longest})
+
+
 def warm_rows(tokens: int, batch: DecodeBatch, page_tokens: int) -> CudaRows:
     """Rows of one made-up sequence, to compile kernels with; all in the first page."""
     device = batch.last_ids.device

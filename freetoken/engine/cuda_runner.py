@@ -12,7 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from freetoken.engine.cuda_batch import DecodeBatch, prefill_rows, warm_rows
+from freetoken.engine.cuda_batch import (
+    DecodeBatch,
+    prefill_rows,
+    warm_lengths,
+    warm_rows,
+)
 from freetoken.engine.cuda_choice import ChoiceTables, Chosen, RowChooser
 from freetoken.engine.cuda_graphs import DecodeGraphs
 from freetoken.engine.cuda_signal import CudaSignal
@@ -72,14 +77,11 @@ class CudaRunner:
         """Compile every kernel and capture every graph; blocks. Before the first launch only."""
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             self._graphs.capture(self._batch.last_ids.shape[0])
-            tokens = 1
-            while tokens <= max_prefill_tokens:
-                # Powers of two meet every tile size that a length can choose.
+            for tokens in warm_lengths(max_prefill_tokens):
                 rows = warm_rows(tokens, self._batch, self._kv.page_tokens)
                 logits = self._forward.prefill(rows, self._kv)
                 for draws in (False, True):
                     self._prompts.sample(logits, draws=draws)
-                tokens *= 2
             self._batch.last_ids.zero_()
             self._stream.synchronize()
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from freetoken.kernels.combine_rows import combine_rows
-from freetoken.kernels.decode_attention import Prologue, decode_attention, scratch_elements
+from freetoken.kernels.decode_attention import decode_attention, scratch_elements
 from freetoken.kernels.embed_rows import embed_rows
 from freetoken.kernels.expert_down import expert_down
 from freetoken.kernels.expert_gemm import choose_block_m, expert_gemm, pointer_table
@@ -231,6 +231,10 @@ class CudaForward:
         weight, eps = layer.mixer_norm.weight, layer.mixer_norm.eps
         norm_linear(h, weight, mixer.qkv.weight, eps, out=qkv, bias=mixer.qkv.bias)
         head_norm, norm_eps = _prepare_norm(qkv, norm, width, mixer.kv_heads * mixer.head_dim)
+        # Measured on an H200: 1.0 us of its own against 2 to 3 inside the attention kernel.
+        qkv_prologue(
+            qkv, *angles, rows.write_slots, *pools, norm=head_norm, eps=norm_eps, clip=mixer.clip
+        )
         out = torch.empty(batch, width, dtype=h.dtype, device=h.device)
         decode_attention(
             qkv,
@@ -243,7 +247,6 @@ class CudaForward:
             scratch=scratch.attention,
             counters=scratch.counters,
             window=layer.window,
-            prologue=Prologue(*angles, rows.write_slots, head_norm, norm_eps, mixer.clip),
         )
         linear_add(out, mixer.out.weight, h, bias=mixer.out.bias)
 
