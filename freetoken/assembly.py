@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,9 +176,8 @@ def _read_fake(config: Config, path: Path, note: _Note) -> _Scripted:
         source = path.parent / Path(script.tokenizer).expanduser()
     template = _template_text(config) or script.chat_template
     if source.suffix == ".gguf":
-        file = open_gguf(source)
-        words = text_from_gguf(file.metadata, template)
-        file.close()
+        with closing(open_gguf(source)) as file:
+            words = text_from_gguf(file.metadata, template)
     else:
         words = text_from_folder(source, template)
     return _Scripted(script, words, encode_replies(script, words.tokenizer), path.stem)

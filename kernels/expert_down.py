@@ -57,7 +57,7 @@ def _kernel(
         row_ptr = inner_ptr + (token * TOP_K + rank).to(tl.int64) * K
         x = load_row(row_ptr, K, CHUNK, ROWS, SPREAD)
         for c in tl.static_range(len(x)):  # pyright: ignore[reportGeneralTypeIssues]
-            total += tiles[rank][c].to(tl.float32) * (x[c].to(tl.float32) * weight)
+            total += tiles[rank][c].to(tl.float32) * (x[c].to(tl.float32) * weight)  # pyright: ignore[reportAttributeAccessIssue]
     tl.store(h_row, (old + tl.sum(total, 1)).to(h_ptr.dtype.element_ty), mask=keep)
 
 

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 
 triton: Any
+tl: Any
+tl_cuda: Any
+libdevice: Any
 """Untyped: its own types say that a kernel takes tl.constexpr where a launch passes plain values."""
 
 try:
@@ -37,9 +40,9 @@ except ImportError:
             return None
 
     triton = _Absent()
-    tl: Any = _Absent()
-    tl_cuda: Any = _Absent()
-    libdevice: Any = _Absent()
+    tl = _Absent()
+    tl_cuda = _Absent()
+    libdevice = _Absent()
     HAS_TRITON = False
     INTERPRETED = False
 

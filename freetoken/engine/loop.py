@@ -120,7 +120,9 @@ class StepLoop:
         number, chunks = self._in_flight[0]
         result = await self._runner.wait(number)
         self._in_flight.popleft()
-        prefill_tokens = sum(c.length for c in chunks if c.is_prefill)
+        # A chunk whose client had left cost nothing; its tokens would make all others look cheap.
+        computed = zip(chunks, result.sampled, strict=True)
+        prefill_tokens = sum(c.length for c, s in computed if c.is_prefill and not s.skipped)
         self._account(prefill_tokens, result.seconds)
         if prefill_tokens:
             self._pace.learn(prefill_tokens, result.seconds)

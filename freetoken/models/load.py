@@ -85,6 +85,10 @@ def open_checkpoint(path: Path, native: Native | None = None) -> Checkpoint:
         return _open_gguf(_only_gguf(path), native)
     if path.suffix == ".gguf":
         return _open_gguf(path, native)
+    if path.is_file() and path.suffix not in {".safetensors", ".json"}:
+        raise ConfigError(
+            f"expected a model folder, a GGUF file or a safetensors file, got {path}; check --model"
+        )
     return _open_safetensors(path)
 
 

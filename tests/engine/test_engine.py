@@ -192,6 +192,7 @@ def test_device_failure_ends_every_request_and_the_engine_task() -> None:
                 runner.finish_step()
                 await settle()
                 assert isinstance(engine.fault, DeviceError)
+                assert (engine.statistics().failed, engine.statistics().aborted) == (3, 0)
                 with pytest.raises(DeviceError, match="restart the server"):
                     engine.check(1, SamplingParams())
 
