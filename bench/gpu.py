@@ -29,6 +29,7 @@ from freetoken.chat.load import text_from_folder
 from freetoken.chat.text_model import TextModel
 from freetoken.config import Config, load_config
 from freetoken.device.memory_plan import MemoryPlan
+from freetoken.engine.cuda_runner import CudaRunner
 from freetoken.engine.engine import AsyncEngine, EngineLimits
 from freetoken.server.application import ServerState, build_application, start
 from freetoken.types import ModelCard, Progress, SamplingParams
@@ -42,6 +43,7 @@ class Bench:
     """A served synthetic model."""
 
     engine: AsyncEngine
+    runner: CudaRunner
     state: ServerState
     url: str
 
@@ -66,7 +68,9 @@ async def serving(options: argparse.Namespace, config: Config) -> AsyncIterator[
         gap_s=options.gap_ms / 1e3,
     )
     async with AsyncExitStack() as stack:
-        engine = AsyncEngine(card, backend.make_runner(decoder, plan, config), limits)
+        cuda = backend.make_runner(decoder, plan, config)
+        assert isinstance(cuda, CudaRunner)
+        engine = AsyncEngine(card, cuda, limits)
         stack.push_async_callback(engine.close)
         built_s = time.perf_counter() - began
         await asyncio.to_thread(engine.warm)
@@ -84,7 +88,7 @@ async def serving(options: argparse.Namespace, config: Config) -> AsyncIterator[
             tasks.create_task(engine.run(), name="engine"),
             tasks.create_task(state.loop_lag.run(), name="loop-lag"),
         ]
-        yield Bench(engine, state, f"http://127.0.0.1:{port}")
+        yield Bench(engine, cuda, state, f"http://127.0.0.1:{port}")
         for task in running:
             task.cancel()
 
@@ -109,6 +113,22 @@ async def decode_rows(engine: AsyncEngine, streams: int, tokens: int) -> list[Ro
         Row("  gap p50", statistics.median(gaps), "ms"),
         Row("  gap p99", gaps[int(0.99 * len(gaps))], "ms"),
     ]
+
+
+async def first_rows(engine: AsyncEngine, lengths: list[int]) -> list[Row]:
+    """The first request of each length against the second: nothing may be compiled on demand."""
+    rows: list[Row] = []
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    for length in lengths:
+        taken: list[float] = []
+        for turn in range(2):
+            prompt = [(13 * i + 101 * turn + length) % 250 for i in range(length)]
+            began = time.perf_counter()
+            async for _ in engine.generate(prompt, params, request_id=f"f{length}-{turn}"):
+                pass
+            taken.append(1e3 * (time.perf_counter() - began))
+        rows.append(Row(f"first of {length} tokens", taken[0], "ms", f"then {taken[1]:.1f} ms"))
+    return rows
 
 
 async def fairness_rows(engine: AsyncEngine, prompt_tokens: int) -> list[Row]:
@@ -153,6 +173,7 @@ async def measure(options: argparse.Namespace) -> None:
     config = load_config(flags)
     rows: list[Row] = []
     async with serving(options, config) as bench:
+        rows += await first_rows(bench.engine, [61, 83, 147, 500, 1111, 2067, 5000, 8211])
         for streams in (1, 4, 8):
             rows += await decode_rows(bench.engine, streams, 256)
         for command in options.client:
@@ -162,6 +183,10 @@ async def measure(options: argparse.Namespace) -> None:
             out, _ = await process.communicate()
             print(out.decode()[-2500:], flush=True)
         rows += await fairness_rows(bench.engine, 32000)
+        wake_ups = sorted(bench.runner.wake_ups_us())
+        for share in (0.5, 0.99):
+            value = wake_ups[int(share * len(wake_ups))]
+            rows.append(Row(f"wake-up p{round(100 * share)}", value, "us"))
         lag = bench.state.loop_lag.figures()
         rows += [Row("loop lag p50", lag.p50_ms, "ms"), Row("loop lag p99", lag.p99_ms, "ms")]
         if options.profile:

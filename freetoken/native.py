@@ -222,6 +222,10 @@ class Watch:
         """Say that `number` is going to be written: the thread looks without pause until then."""
         self._library.ft_watch_arm(self._watch, number)
 
+    def seen_ns(self) -> int:
+        """When the last change was seen, on the clock of time.monotonic_ns()."""
+        return self._library.ft_watch_seen_ns(self._watch)
+
     def close(self) -> None:
         """End and join the thread. Closing twice does nothing."""
         self._library.ft_watch_close(self._watch)
@@ -235,6 +239,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.ft_watch_open.argtypes = [c_void_p, c_int32, POINTER(c_void_p)]
     library.ft_watch_arm.argtypes = [c_void_p, c_uint64]
     library.ft_watch_arm.restype = None
+    library.ft_watch_seen_ns.argtypes = [c_void_p]
+    library.ft_watch_seen_ns.restype = c_int64
     library.ft_watch_close.argtypes = [c_void_p]
     library.ft_watch_close.restype = None
     library.ft_pool_close.argtypes = [c_void_p]

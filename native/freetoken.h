@@ -126,6 +126,8 @@ FT_API int ft_run_attention(ft_pool *pool, const ft_attention *call, char *text,
 typedef struct ft_watch ft_watch;
 FT_API int ft_watch_open(const uint64_t *word, int32_t eventfd, ft_watch **watch);
 FT_API void ft_watch_arm(ft_watch *watch, uint64_t number);
+/* When the last change was seen: nanoseconds of CLOCK_MONOTONIC. */
+FT_API int64_t ft_watch_seen_ns(const ft_watch *watch);
 FT_API void ft_watch_close(ft_watch *watch);
 
 #ifdef __cplusplus

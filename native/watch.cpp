@@ -7,6 +7,7 @@
 #include <system_error>
 #include <thread>
 
+#include <time.h>
 #include <unistd.h>
 
 #include "freetoken.h"
@@ -18,6 +19,7 @@ struct ft_watch {
     std::condition_variable armed;
     std::atomic<uint64_t> target{0};
     std::atomic<bool> ending{false};
+    std::atomic<int64_t> seen_ns{0};
     std::thread thread;
 };
 
@@ -33,6 +35,12 @@ inline void pause_cpu() {
 #elif defined(__aarch64__)
     asm volatile("yield");
 #endif
+}
+
+int64_t monotonic_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return int64_t{now.tv_sec} * 1000000000 + now.tv_nsec;
 }
 
 void announce(int eventfd) {
@@ -57,6 +65,7 @@ void serve(ft_watch *watch) {
         }
         if (watch->ending) return;
         seen = now;
+        watch->seen_ns = monotonic_ns();
         announce(watch->eventfd);
     }
 }
@@ -88,6 +97,8 @@ FT_API void ft_watch_arm(ft_watch *watch, uint64_t number) {
     }
     watch->armed.notify_one();
 }
+
+FT_API int64_t ft_watch_seen_ns(const ft_watch *watch) { return watch->seen_ns; }
 
 FT_API void ft_watch_close(ft_watch *watch) {
     if (!watch) return;

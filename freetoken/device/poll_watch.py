@@ -20,6 +20,7 @@ class PollWatch:
         self._target = 0
         self._armed = threading.Event()
         self._is_ending = False
+        self._seen_ns = 0
         self._thread = threading.Thread(target=self._serve, name="freetoken-watch", daemon=True)
         self._thread.start()
 
@@ -27,6 +28,10 @@ class PollWatch:
         """Say that `number` is going to be written."""
         self._target = number
         self._armed.set()
+
+    def seen_ns(self) -> int:
+        """When the last change was seen, on the clock of time.monotonic_ns()."""
+        return self._seen_ns
 
     def close(self) -> None:
         """End and join the thread. Closing twice does nothing."""
@@ -43,6 +48,7 @@ class PollWatch:
             if self._is_ending:
                 return
             seen = self._word[0]
+            self._seen_ns = time.monotonic_ns()
             if seen >= self._target:
                 self._armed.clear()
                 if self._target > seen:  # armed again meanwhile

@@ -104,6 +104,10 @@ class CudaRunner:
         ids = self._signal.ids(number, len(launched.sampling))
         return StepResult(_results(launched, ids), self._ended_at - began)
 
+    def wake_ups_us(self) -> list[float]:
+        """How long the loop took to go on after the device was done, of the last steps."""
+        return list(self._signal.wake_ups_us)
+
     async def close(self) -> None:
         await self._thread.close()
         self._signal.close()

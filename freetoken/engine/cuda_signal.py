@@ -5,6 +5,8 @@ watcher.
 from __future__ import annotations
 
 import ctypes
+import time
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ from freetoken.device.poll_watch import PollWatch
 from freetoken.engine.cuda_choice import Chosen
 from freetoken.kernels.publish_step import publish_step
 from freetoken.native import Watch, open_library
+
+_KEPT = 2000
 
 _RING = 4
 """Rows of results: two steps in flight, one being read, one spare."""
@@ -29,6 +33,8 @@ class CudaSignal:
         word = memoryview((ctypes.c_uint64 * 1).from_address(address)).cast("B").cast("Q")
         self._completion = Completion(word)
         library = open_library()
+        self.wake_ups_us: deque[float] = deque(maxlen=_KEPT)
+        """From the word's change, as the watcher saw it, to this coroutine; the last steps'."""
         eventfd = self._completion.eventfd
         self._watch = (
             PollWatch(word, eventfd) if library is None else Watch(library, address, eventfd)
@@ -67,7 +73,11 @@ class CudaSignal:
 
     async def wait(self, number: int, limit_s: float) -> None:
         """See Completion.wait."""
+        began_ns = time.monotonic_ns()
         await self._completion.wait(number, limit_s)
+        seen_ns = self._watch.seen_ns()
+        if seen_ns >= began_ns:  # otherwise the step was over before anybody waited
+            self.wake_ups_us.append((time.monotonic_ns() - seen_ns) / 1e3)
 
     def close(self) -> None:
         """Stop watching. The device must have no step left."""

@@ -161,6 +161,15 @@ def test_next_turn_reuses_prompt_and_reply() -> None:
     assert cached == [0, 12, 24]
 
 
+def test_cost_of_a_cached_prompt_follows_its_new_tokens() -> None:
+    """R27: with a cached prefix the prefill computes, or copies, the whole prompt again."""
+    bench = Bench(num_pages=32, budget=64)
+    bench.add("first", range(10, 58), max_tokens=1)
+    bench.run()
+    bench.add("next", [*range(10, 58), 1, 2, 3], max_tokens=1)
+    assert [(c.start, c.length) for c in bench.launch()] == [(48, 3)]
+
+
 def test_sequences_that_run_out_of_pages_take_turns_and_all_end_right() -> None:
     """Two replies that together need more pages than there are stop each other for ever."""
     bench = Bench(num_pages=8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import time
 
 from freetoken.device.completion import Completion
 from freetoken.native import Watch, open_library
@@ -24,6 +25,7 @@ def test_watched_word_resolves_waiters_in_order() -> None:
                     waiting = completion.wait(number, 5.0)
                     cell[0] = number
                     await waiting
+                    assert watch.seen_ns() <= time.monotonic_ns()
             finally:
                 watch.close()
                 watch.close()
