@@ -180,12 +180,10 @@ def _whole_kernel(
     cols = tl.arange(0, WIDTH_PAD)
     x_ptr = qkv_ptr + tl.program_id(0).to(tl.int64) * row + is_k * Q_WIDTH + cols
     x = tl.load(x_ptr, mask=cols < width, other=0.0).to(tl.float32)
-    q_gain = tl.load(q_norm_ptr + cols, mask=(cols < Q_WIDTH) & (is_k == 0), other=0.0).to(
-        tl.float32
-    )
-    k_gain = tl.load(k_norm_ptr + cols, mask=(cols < K_WIDTH) & (is_k == 1), other=0.0).to(
-        tl.float32
-    )
+    q_width = tl.where(is_k == 1, 0, Q_WIDTH)
+    k_width = tl.where(is_k == 1, K_WIDTH, 0)
+    q_gain = tl.load(q_norm_ptr + cols, mask=cols < q_width, other=0.0).to(tl.float32)
+    k_gain = tl.load(k_norm_ptr + cols, mask=cols < k_width, other=0.0).to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * (q_gain + k_gain)
     tl.store(x_ptr, y.to(qkv_ptr.dtype.element_ty), mask=cols < width)
 
