@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import shlex
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -58,7 +59,7 @@ async def serving(options: argparse.Namespace, config: Config) -> AsyncIterator[
         random_decoder, qwen3_spec(options.layers), torch.bfloat16, device
     )
     page_tokens = config.engine.page_size
-    plan = MemoryPlan(0, 0, _KV_TOKENS // page_tokens, page_tokens, _CONTEXT)
+    plan = MemoryPlan(_KV_TOKENS // page_tokens, page_tokens, _CONTEXT, options.prefill)
     card = ModelCard("bench", _CONTEXT, decoder.spec.vocab, frozenset())
     limits = EngineLimits(
         plan.num_pages,
@@ -118,15 +119,15 @@ async def decode_rows(engine: AsyncEngine, streams: int, tokens: int) -> list[Ro
 async def first_rows(engine: AsyncEngine, lengths: list[int]) -> list[Row]:
     """The first request of each length against the second: nothing may be compiled on demand."""
     rows: list[Row] = []
-    params = SamplingParams(max_tokens=1, temperature=0.0)
+    params = SamplingParams(max_tokens=8, temperature=1.0, ignore_eos=True)
     for length in lengths:
         taken: list[float] = []
         for turn in range(2):
             prompt = [(13 * i + 101 * turn + length) % 250 for i in range(length)]
             began = time.perf_counter()
-            async for _ in engine.generate(prompt, params, request_id=f"f{length}-{turn}"):
-                pass
-            taken.append(1e3 * (time.perf_counter() - began))
+            stream = engine.generate(prompt, params, request_id=f"f{length}-{turn}")
+            times = [time.perf_counter() async for _ in stream]
+            taken.append(1e3 * (times[0] - began))
         rows.append(Row(f"first of {length} tokens", taken[0], "ms", f"then {taken[1]:.1f} ms"))
     return rows
 
@@ -204,6 +205,7 @@ async def profile(engine: AsyncEngine) -> None:
 
 def main() -> None:
     """Read the command line and measure."""
+    sys.setswitchinterval(0.0002)  # as app.py does
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--prefill", type=int, default=8192, help="prompt tokens of one step")

@@ -130,7 +130,7 @@ def _build(config: Config, backend: Backend, loaded: _Loaded) -> Assembly:
         created=int(time.time()),
     )
     runner = backend.make_runner(loaded.decoder, plan, config)
-    limits = _limits(config.engine, plan.num_pages, backend.max_prefill_tokens)
+    limits = _limits(config.engine, plan.num_pages, plan.max_prefill_tokens)
     engine = AsyncEngine(card, runner, limits)
     defaults = (
         defaults_from(checkpoint.generation_config)

@@ -21,6 +21,7 @@ from freetoken.engine.step_thread import StepThread, StepWork
 from freetoken.engine.uniform import uniform
 from freetoken.errors import DeviceError
 from freetoken.kvcache.pool import KvPool
+from freetoken.layers.step import StepInput
 from freetoken.models.decoder import Decoder
 
 _STEP_LIMIT_S = 1800.0
@@ -47,7 +48,11 @@ class CpuRunner:
     def warm(self, max_prefill_tokens: int) -> None:
         """Compute a chunk and a token: torch prepares its products, weights are touched."""
         for tokens in (min(64, max_prefill_tokens), 1):
-            self._decoder.forward(warm_step(tokens, self._kv.page_tokens), self._kv)
+            step = warm_step(tokens, self._kv.page_tokens)
+            self._thread.call(lambda step=step: self._forward(step))
+
+    def _forward(self, step: StepInput) -> None:
+        self._decoder.forward(step, self._kv)
 
     def launch(self, number: int, chunks: Seq[Chunk]) -> None:
         self._thread.put(number, chunks)

@@ -75,6 +75,9 @@ class CudaRunner:
 
     def warm(self, max_prefill_tokens: int) -> None:
         """Compile every kernel and capture every graph; blocks. Before the first launch only."""
+        self._thread.call(lambda: self._warm(max_prefill_tokens))
+
+    def _warm(self, max_prefill_tokens: int) -> None:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             self._graphs.capture(self._batch.last_ids.shape[0])
             for tokens in warm_lengths(max_prefill_tokens):

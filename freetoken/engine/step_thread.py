@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from freetoken.engine.request import Chunk, Sequence
@@ -33,13 +34,16 @@ class StepWork:
     starts: list[SlotStart]
 
 
+_Call = tuple[Callable[[], None], Future[None]]
+
+
 class StepThread:
     """Owns the runner's thread. `run` is called there with each step in order; it never raises."""
 
     def __init__(self, max_running: int, run: Callable[[StepWork], None]) -> None:
         self._run = run
         self._owners: list[Sequence | None] = [None] * max_running
-        self._queue: queue.SimpleQueue[StepWork | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[StepWork | _Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="freetoken-runner", daemon=True)
         self._thread.start()
 
@@ -55,6 +59,14 @@ class StepThread:
                 starts.append(SlotStart(sequence.slot, sequence.params, prompt, said))
         self._queue.put(StepWork(number, chunks, starts))
 
+    def call(self, work: Callable[[], None]) -> None:
+        """Run `work` in the thread and wait for it: libraries keep handles and memory by thread.
+        Raises what it raises. Not from the loop.
+        """
+        done: Future[None] = Future()
+        self._queue.put((work, done))
+        done.result()
+
     async def close(self) -> None:
         """End the thread after the steps it was given."""
         self._queue.put(None)
@@ -62,4 +74,11 @@ class StepThread:
 
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:
-            self._run(work)
+            if isinstance(work, StepWork):
+                self._run(work)
+                continue
+            call, done = work
+            try:
+                done.set_result(call())
+            except Exception as error:  # noqa: BLE001 - the thread's edge: raised again by call()
+                done.set_exception(error)
