@@ -25,6 +25,7 @@ import uvloop
 
 from bench.report import Row, publish
 from bench.synthetic import qwen3_spec, random_decoder, write_tokenizer
+from freetoken import footprint
 from freetoken.backend import Backend
 from freetoken.chat.load import text_from_folder
 from freetoken.chat.text_model import TextModel
@@ -32,6 +33,7 @@ from freetoken.config import Config, load_config
 from freetoken.device.memory_plan import MemoryPlan
 from freetoken.engine.cuda_runner import CudaRunner
 from freetoken.engine.engine import AsyncEngine, EngineLimits
+from freetoken.kvcache.pool import bytes_per_token
 from freetoken.server.application import ServerState, build_application, start
 from freetoken.types import ModelCard, Progress, SamplingParams
 
@@ -132,6 +134,30 @@ async def first_rows(engine: AsyncEngine, lengths: list[int]) -> list[Row]:
     return rows
 
 
+def memory_rows(options: argparse.Namespace, config: Config) -> list[Row]:
+    """What the plan foresees beside weights and KV, and what was really taken at the most."""
+    spec, max_running = qwen3_spec(options.layers), config.engine.max_running_requests
+    page_tokens = config.engine.page_size
+    work = footprint.cuda_workspace(spec, 2, max_running=max_running, page_tokens=page_tokens)
+    held = footprint.weights(spec, 2)
+    kv_bytes = bytes_per_token(spec.kv_layers(), torch.bfloat16) * _KV_TOKENS
+    planned = (
+        work.fixed_bytes
+        + work.token_bytes * options.prefill
+        + work.context_bytes * _CONTEXT
+        + footprint.cuda_slot_bytes(spec, 2) * max_running
+        + footprint.cuda_graph_bytes(spec, 2, max_running, is_eager=options.eager)
+    )
+    known = held.dense_bytes + held.expert_bytes + kv_bytes
+    free, total = torch.cuda.mem_get_info()
+    return [
+        Row("planned beside weights and KV", planned / 1e9, "GB"),
+        Row("  allocated at most", (torch.cuda.max_memory_allocated() - known) / 1e9, "GB"),
+        Row("  held by the allocator", (torch.cuda.memory_reserved() - known) / 1e9, "GB"),
+        Row("  gone from the GPU", (total - free - known) / 1e9, "GB", "reserve 1.07 GB on top"),
+    ]
+
+
 async def fairness_rows(engine: AsyncEngine, prompt_tokens: int) -> list[Row]:
     """A running stream's longest gap while a long prompt is computed."""
     is_running, long_done = asyncio.Event(), asyncio.Event()
@@ -184,6 +210,7 @@ async def measure(options: argparse.Namespace) -> None:
             out, _ = await process.communicate()
             print(out.decode()[-2500:], flush=True)
         rows += await fairness_rows(bench.engine, 32000)
+        rows += memory_rows(options, config)
         wake_ups = sorted(bench.runner.wake_ups_us())
         for share in (0.5, 0.99):
             value = wake_ups[int(share * len(wake_ups))]
