@@ -18,7 +18,7 @@ def reference(ids: Tensor, is_sound: Tensor, slots: Tensor, last_ids: Tensor) ->
     return torch.where(is_sound != 0, ids, -1)
 
 
-@triton.jit(do_not_specialize=["number"])
+@triton.jit(do_not_specialize=["number", "rows"])
 def _kernel(
     ids_ptr,
     sound_ptr,

@@ -4,6 +4,7 @@ included, captured before the first request.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 
 import torch
@@ -59,15 +60,28 @@ class DecodeGraphs:
             for draws in (False, True):
                 for _ in range(_WARM_RUNS):
                     self._step(rows, draws=draws)
-                if self._is_eager:
-                    continue
-                graph = torch.cuda.CUDAGraph()
-                # Other threads of an embedding program may use the device meanwhile.
-                stream = torch.cuda.current_stream()
-                with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-                    output = self._step(rows, draws=draws)
-                pool = pool or graph.pool()
-                self._graphs[rows, draws] = (graph, output)
+                if not self._is_eager:
+                    graph, output = self._capture_step(rows, pool, draws=draws)
+                    pool = pool or graph.pool()
+                    self._graphs[rows, draws] = (graph, output)
+
+    def _capture_step(
+        self, rows: int, pool: tuple[int, int] | None, *, draws: bool
+    ) -> tuple[torch.cuda.CUDAGraph, DecodeOutput]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of an embedding program may use the device meanwhile; garbage of this one,
+        # such as an earlier engine's graphs, may not be freed: that ends the capture.
+        gc.collect()
+        is_collecting = gc.isenabled()
+        gc.disable()
+        try:
+            stream = torch.cuda.current_stream()
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+                output = self._step(rows, draws=draws)
+        finally:
+            if is_collecting:
+                gc.enable()
+        return graph, output
 
     def run(self, rows: int, *, draws: bool) -> DecodeOutput:
         """Run a filled and staged step."""

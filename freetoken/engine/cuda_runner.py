@@ -68,7 +68,7 @@ class CudaRunner:
         self._graphs = DecodeGraphs(
             self._forward, kv, self._batch, self._decoding, is_eager=is_eager
         )
-        self._signal = CudaSignal(max_running)
+        self._signal = CudaSignal(max_running, decoder.device)
         self._launched: dict[int, _Launched | Exception] = {}
         self._ended_at = 0.0
         self._thread = StepThread(max_running, self._serve)
@@ -81,10 +81,12 @@ class CudaRunner:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             self._graphs.capture(self._batch.last_ids.shape[0])
             for tokens in warm_lengths(max_prefill_tokens):
-                rows = warm_rows(tokens, self._batch, self._kv.page_tokens)
+                rows = warm_rows(tokens, self._batch)
                 logits = self._forward.prefill(rows, self._kv)
                 for draws in (False, True):
                     self._prompts.sample(logits, draws=draws)
+                nothing = logits.argmax(-1)[:0]
+                self._signal.send(0, [Chosen(nothing, nothing.to(torch.int8), [], [])], nothing)
             self._batch.last_ids.zero_()
             self._stream.synchronize()
 
@@ -149,7 +151,7 @@ class CudaRunner:
         self._signal.send(work.number, chosen, self._batch.last_ids)
 
     def _prefill(self, chunks: list[Chunk]) -> list[Chosen]:
-        rows = prefill_rows(chunks, self._batch, self._kv.page_tokens)
+        rows = prefill_rows(chunks, self._batch)
         logits = self._forward.prefill(rows, self._kv)
         sampling = [c for c in chunks if c.samples]
         if not sampling:

@@ -8,12 +8,14 @@ import ctypes
 import time
 from collections import deque
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from freetoken.device.completion import Completion
 from freetoken.device.poll_watch import PollWatch
 from freetoken.engine.cuda_choice import Chosen
+from freetoken.engine.staging import Uploads
 from freetoken.kernels.publish_step import publish_step
 from freetoken.native import Watch, open_library
 
@@ -26,7 +28,8 @@ _RING = 4
 class CudaSignal:
     """Owns the pinned memory, the completion and what watches the word. Made inside the loop."""
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._uploads = Uploads(device, max_rows * 8 + 64, ring=_RING)
         self._ids = torch.zeros(_RING, max_rows, dtype=torch.int64).pin_memory()
         self._word = torch.zeros(1, dtype=torch.int64).pin_memory()
         address = self._word.data_ptr()
@@ -56,8 +59,8 @@ class CudaSignal:
         else:
             ids = torch.empty(0, dtype=torch.int64, device=device)
             is_sound = torch.empty(0, dtype=torch.int8, device=device)
-        staged = torch.tensor([s for c in chosen for s in c.slots], dtype=torch.int64).pin_memory()
-        slots = staged.to(device, non_blocking=True)
+        owners = np.array([s for c in chosen for s in c.slots], np.int64)
+        slots = self._uploads.send({"slots": owners})["slots"]
         row = self._ids[number % _RING]
         publish_step(
             ids, is_sound, slots, last_ids, number=number, host_ids=row, host_word=self._word

@@ -58,3 +58,34 @@ class Staging:
     def send(self) -> None:
         """Enqueue the copy of what was written since `begin` on the current stream."""
         self._memory.copy_(self._ring[self._next], non_blocking=True)
+
+
+class Uploads:
+    """Host arrays to new device tensors, several in one copy, through a ring of pinned buffers.
+
+    A buffer comes up again after `ring` uploads: by then its copy must be over. Allocating pinned
+    memory for each array instead costs up to a millisecond while the GPU is busy.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int, ring: int) -> None:
+        self._device = device
+        self._ring = [torch.zeros(num_bytes, dtype=torch.uint8).pin_memory() for _ in range(ring)]
+        self._next = 0
+
+    def send(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
+        """Enqueue the copy on the current stream; one tensor for each array, of its dtype."""
+        size = sum(-(-a.nbytes // _ALIGN) * _ALIGN for a in arrays.values())
+        self._next = (self._next + 1) % len(self._ring)
+        pinned = self._ring[self._next]
+        if size > pinned.numel():
+            pinned = torch.zeros(size, dtype=torch.uint8).pin_memory()
+        whole, start = pinned.numpy(), 0
+        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        out: dict[str, Tensor] = {}
+        for name, array in arrays.items():
+            whole[start : start + array.nbytes].view(array.dtype)[:] = array
+            dtype = torch.as_tensor(np.zeros(1, array.dtype)).dtype
+            out[name] = memory[start : start + array.nbytes].view(dtype)
+            start += -(-array.nbytes // _ALIGN) * _ALIGN
+        memory.copy_(pinned[:size], non_blocking=True)
+        return out

@@ -120,6 +120,8 @@ class CudaForward:
         last = len(decoder.layers) - 1
         for index, layer in enumerate(decoder.layers):
             o = self._attend(layer, x, rows, angles[layer.rope], (kv.k[index], kv.v[index]))
+            if index == last and rows.sample_rows.shape[0] == 0:
+                return residual.new_empty(0, decoder.spec.vocab, dtype=torch.float32)
             if index == last:
                 o, residual = o[rows.sample_rows], residual[rows.sample_rows]
                 x = torch.empty_like(residual)
