@@ -216,6 +216,11 @@ def _limits(config: EngineConfig, num_pages: int, max_prefill_tokens: int) -> En
     )
 
 
+def find_checkpoint(config: Config) -> Path:
+    """Where the model that `config` names is; the demo is fetched if it is not there."""
+    return _find(config, _Note(Progress(), lambda: False))[0]
+
+
 def _find(config: Config, note: _Note) -> tuple[Path, tuple[str, ...]]:
     """Return the checkpoint's path and the names it goes by, the best one first."""
     name = DEMO if config.model.demo else config.model.path

@@ -24,6 +24,7 @@ EXIT_INTERRUPTED = 130
 
 COMMANDS = {
     "serve": "serve a model over HTTP until Ctrl-C",
+    "plan": "print the memory plan of a model and the speed to expect, without loading it",
     "run": "serve a model, print its streamed answer to a first chat, then keep serving",
 }
 """Name -> one line of help. Each is the module `freetoken.cli.<name>`, imported only when it is

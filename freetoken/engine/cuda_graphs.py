@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class DecodeGraphs:
 
     def capture(self, max_rows: int) -> None:
         """Compile, warm and capture 1 to `max_rows` rows on the current stream."""
-        pool = None
+        pool: Any = None
         for rows in range(min(max_rows, MAX_BATCH), 0, -1):
             for draws in (False, True):
                 for _ in range(_WARM_RUNS):
@@ -66,7 +67,11 @@ class DecodeGraphs:
                     self._graphs[rows, draws] = (graph, output)
 
     def _capture_step(
-        self, rows: int, pool: tuple[int, int] | None, *, draws: bool
+        self,
+        rows: int,
+        pool: Any,  # noqa: ANN401 - torch's own opaque handle
+        *,
+        draws: bool,
     ) -> tuple[torch.cuda.CUDAGraph, DecodeOutput]:
         graph = torch.cuda.CUDAGraph()
         # Other threads of an embedding program may use the device meanwhile; garbage of this one,

@@ -18,6 +18,12 @@ from tests.rules import flags
 from tests.rules.size import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+OWN = {
+    *("--help", "--config"),
+    *("--prompt", "--once", "--expect"),
+    *("--vram", "--ram", "--gbps", "--spec", "--json"),
+}
+"""Flags of commands that are no settings."""
 HTTP = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
 
 
@@ -33,8 +39,7 @@ def test_help_and_page_name_the_same_flags(
     """A flag that is in one of them only."""
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    own = {"--help", "--config", "--prompt", "--once", "--expect"}
-    in_help = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out)) - own
+    in_help = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out)) - OWN
     in_page = set(re.findall(r"`(--[a-z-]+)`", flags.PAGE.read_text(encoding="utf-8")))
     assert in_help <= in_page
     assert {key.flag for key in KEYS} <= in_help
@@ -42,8 +47,8 @@ def test_help_and_page_name_the_same_flags(
 
 def test_readme_names_only_flags_that_exist() -> None:
     """A README that tells people to type what is refused."""
-    own = {"--config", "--help", "--prompt", "--once", "--expect"}
-    known = {key.flag for key in KEYS} | own
+    switches = {f"--no-{key.flag[2:]}" for key in KEYS if key.is_switch}
+    known = {key.flag for key in KEYS} | switches | OWN
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) <= known
 
 

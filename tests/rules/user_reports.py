@@ -42,6 +42,7 @@ REPORTS = {
     "R19": "A truncated file or an HTML page is taken for weights.",
     "R20": "A complete file of another layout is called truncated.",
     "R21": "An unsupported architecture ends in a traceback.",
+    "H25": "Not enough memory for KV is found after minutes of loading; flags are overridden.",
     "R22": "a kernel for another GPU than the visible one; the first request dies",
     "R27": "with a cached prefix the prefill is slower than without",
     "R29": "After one long request all later ones answer wrongly.",
