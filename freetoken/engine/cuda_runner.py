@@ -21,13 +21,13 @@ from freetoken.engine.cuda_batch import (
 from freetoken.engine.cuda_choice import ChoiceTables, Chosen, RowChooser
 from freetoken.engine.cuda_graphs import DecodeGraphs
 from freetoken.engine.cuda_signal import CudaSignal
-from freetoken.engine.request import Chunk, Sampled, StepResult
-from freetoken.engine.step_thread import StepThread, StepWork
+from freetoken.engine.request import Chunk, Sampled, Sequence, StepResult
+from freetoken.engine.step_thread import SlotStart, StepThread, StepWork
 from freetoken.errors import DeviceError
 from freetoken.kvcache.pool import KvPool
 from freetoken.models.cuda_forward import MAX_BATCH, CudaForward
 from freetoken.models.decoder import Decoder
-from freetoken.types import TokenLogprob
+from freetoken.types import SamplingParams, TokenLogprob
 
 _STEP_LIMIT_S = 60.0
 """No step takes longer on a GPU: 8k prompt tokens of a resident model are under a second. At half a
@@ -85,10 +85,25 @@ class CudaRunner:
                 logits = self._forward.prefill(rows, self._kv)
                 for draws in (False, True):
                     self._prompts.sample(logits, draws=draws)
-                nothing = logits.argmax(-1)[:0]
-                self._signal.send(0, [Chosen(nothing, nothing.to(torch.int8), [], [])], nothing)
+            self._rehearse()
             self._batch.last_ids.zero_()
             self._stream.synchronize()
+
+    def _rehearse(self) -> None:
+        """Run a made-up request the whole way, as step 0, which nobody waits for."""
+        params = SamplingParams(max_tokens=2, temperature=1.0)
+        page_tokens = self._kv.page_tokens
+        room = self._batch.slot_pages.shape[1] * page_tokens
+        count = max(1, min(2 * page_tokens + 3, room - 1))
+        tokens = [0] * count
+        pages = [i % self._kv.num_pages for i in range(-(-(count + 1) // page_tokens))]
+        sequence = Sequence("rehearsal", tokens, count, params, seed=0, slot=0, prefill_end=count)
+        prompt = Chunk(sequence, 0, count, samples=True, tokens=tokens, pages=pages)
+        token = Chunk(sequence, count, 1, samples=True, tokens=[], pages=pages)
+        self._enqueue(StepWork(0, [prompt], [SlotStart(0, params, tokens, [])]))
+        self._enqueue(StepWork(0, [token], []))
+        self._launched.clear()
+        self._batch.forget(0)
 
     def launch(self, number: int, chunks: Seq[Chunk]) -> None:
         self._signal.expect(number)
