@@ -57,6 +57,7 @@ class DecodeGraphs:
     def capture(self, max_rows: int) -> None:
         """Compile, warm and capture 1 to `max_rows` rows on the current stream."""
         pool: Any = None
+        gc.collect()
         for rows in range(min(max_rows, MAX_BATCH), 0, -1):
             for draws in (False, True):
                 for _ in range(_WARM_RUNS):
@@ -76,7 +77,6 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads of an embedding program may use the device meanwhile; garbage of this one,
         # such as an earlier engine's graphs, may not be freed: that ends the capture.
-        gc.collect()
         is_collecting = gc.isenabled()
         gc.disable()
         try:
