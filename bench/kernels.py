@@ -17,11 +17,10 @@ from bench.kernels_attention import bench_attention
 from bench.kernels_experts import bench_experts
 from bench.kernels_layer import bench_layer
 from bench.kernels_sample import bench_ends, bench_sample
-from bench.row_configs import NARROW_TILES, WIDE_TILES, drawn
+from bench.row_configs import candidates, drawn
 from bench.timing import Report, Work, copies, graph_us
 from freetoken.kernels import linear_add, lm_head, norm_linear
-from freetoken.kernels.rows import RowConfig, default_config
-from freetoken.kernels.tiles import TileConfig
+from freetoken.kernels.rows import default_config
 
 EPS = 1e-6
 
@@ -37,7 +36,8 @@ def _norm_linear(report: Report, batch: int, n: int, width: int, *, is_gated: bo
     def in_torch(turn: int) -> None:
         F.linear(F.rms_norm(x, norm.shape, norm, EPS), weights[turn])
 
-    served = norm_linear.choose_config(x, weights[0], gated=is_gated)
+    tiles = 2 if is_gated else 1
+    served = norm_linear.CONFIGS.get((n, width)) or default_config(width, tiles=tiles)
     shape = f"b{batch} {n}x{width}{' gated' if is_gated else ''}"
     work = Work(
         "norm_linear",
@@ -48,10 +48,8 @@ def _norm_linear(report: Report, batch: int, n: int, width: int, *, is_gated: bo
         launch,
         [partial(in_torch, turn) for turn in range(len(weights))],
     )
-    if isinstance(served, TileConfig):
-        report.sweep(work, [served, *NARROW_TILES], beside=default_config(width))
-    else:
-        report.sweep(work, [served])
+    is_swept = width >= 2048 and batch < 8
+    report.sweep(work, candidates(served, width, tiles=tiles) if is_swept else [served])
 
 
 def bench_norm_linear(report: Report) -> None:
@@ -69,27 +67,18 @@ def _linear_add(report: Report, batch: int, n: int, width: int) -> None:
     def launch(config: Any, turn: int) -> None:
         linear_add.linear_add(x, weights[turn], h, config=config)
 
-    served = linear_add.choose_config(x, weights[0])
+    served = linear_add.CONFIGS.get((n, width)) or default_config(width)
     num_bytes, num_flop = 2 * n * width, 2 * batch * n * width
     in_torch = [partial(torch.addmm, h, x, w.T) for w in weights]
     work = Work(
         "linear_add", f"b{batch} {n}x{width}", num_bytes, num_flop, len(weights), launch, in_torch
     )
-    if isinstance(served, TileConfig):
-        report.sweep(work, [served, *NARROW_TILES], beside=RowConfig(2, 4, 1024))
-    else:
-        report.sweep(work, [served])
+    report.sweep(work, candidates(served, width) if width == 4096 else [served])
 
 
 def bench_linear_add(report: Report) -> None:
     """Attention's output product, dense down."""
-    for batch, n, width in (
-        (1, 2048, 4096),
-        (4, 2048, 4096),
-        (8, 2048, 4096),
-        (1, 576, 576),
-        (1, 576, 1536),
-    ):
+    for batch, n, width in ((1, 2048, 4096), (4, 2048, 4096), (1, 576, 576), (1, 576, 1536)):
         _linear_add(report, batch, n, width)
 
 
@@ -103,20 +92,15 @@ def _lm_head(report: Report, batch: int, vocab: int, hidden: int) -> None:
     def in_torch() -> None:
         F.linear(F.rms_norm(x, norm.shape, norm, EPS), w).float()
 
-    served = norm_linear.choose_config(x, w)
+    served = lm_head.CONFIGS.get((vocab, hidden)) or default_config(hidden)
     num_bytes, num_flop = 2 * vocab * hidden, 2 * batch * vocab * hidden
     work = Work("lm_head", f"b{batch} {vocab}x{hidden}", num_bytes, num_flop, 1, launch, [in_torch])
-    report.sweep(work, [served, *WIDE_TILES], beside=default_config(hidden))
+    report.sweep(work, candidates(served, hidden) if batch == 1 and hidden == 2048 else [served])
 
 
 def bench_lm_head(report: Report) -> None:
     """The vocabulary's product."""
-    for batch, vocab, hidden in (
-        (1, 151936, 2048),
-        (4, 151936, 2048),
-        (8, 151936, 2048),
-        (1, 49152, 576),
-    ):
+    for batch, vocab, hidden in ((1, 151936, 2048), (4, 151936, 2048), (1, 49152, 576)):
         _lm_head(report, batch, vocab, hidden)
 
 

@@ -88,17 +88,16 @@ def _attention(
     served = default_config(kv_heads, heads // kv_heads, width)
     configs = [
         served,
-        replace(served, splits=16),
-        replace(served, least=2),
-        replace(served, least=4),
-        replace(served, keys=32, least=4),
-        replace(served, keys=32, stages=4),
-        replace(served, stages=2),
+        *(replace(served, splits=splits) for splits in (16, 32, 64) if splits != served.splits),
+        replace(served, keys=32),
+        replace(served, keys=128, stages=2),
+        replace(served, warps=2),
+        replace(served, warps=8, keys=128, stages=2),
     ]
     report.sweep(
         Work("attention", shape, num_bytes, flop, turns, work.attend),
-        configs if width == 128 else configs[:1],
+        configs if (batch, width) == (1, 128) else configs[:1],
     )
     fused = Work("attention fused", shape, num_bytes, flop, turns, work.attend_fused)
-    report.sweep(fused, configs[:1])
+    report.sweep(fused, configs if (batch, length) == (1, 2048) and width == 128 else configs[:1])
     report.sweep(Work("qkv_prologue", shape, 4 * work.qkv.numel(), 0, turns, work.prepare), [None])

@@ -81,14 +81,14 @@ def _experts(report: Report, batch: int, hidden: int, experts: int, top_k: int, 
         Work("expert_up", shape, 4 * used, 4 * flop, TURNS, bank.up_launch, in_torch),
         candidates(served, hidden, tiles=2) if is_swept else [served],
     )
-    served = expert_down.CONFIGS.get((hidden, inter, top_k)) or expert_down.choose_config(
-        inter, top_k
+    width = top_k * inter
+    served = expert_down.CONFIGS.get((hidden, inter, top_k)) or default_config(
+        width, chunk_of=inter
     )
-    more = [(2, 8, 256), (1, 2, 256), (1, 4, 256), (4, 8, 256)]
     in_torch = [partial(bank.torch_down, ids) for ids in chosen]
     report.sweep(
         Work("expert_down", shape, 2 * used, 2 * flop, TURNS, bank.down_launch, in_torch),
-        [served, *(RowConfig(*config) for config in more)] if hidden > 600 else [served],
+        candidates(served, width, piece=inter) if is_swept else [served],
     )
     _router(report, bank, shape)
 

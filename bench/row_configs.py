@@ -6,28 +6,9 @@ import torch
 from torch import Tensor
 
 from freetoken.kernels.rows import RowConfig
-from freetoken.kernels.tiles import TileConfig
 
 _HELD = 72
 """Weight elements a thread that are tried first: enough bytes on their way, room in registers."""
-
-NARROW_TILES = [
-    TileConfig(16, 4, 64, 4, ahead=False),
-    TileConfig(16, 4, 64, 3),
-    TileConfig(16, 2, 128, 4),
-    TileConfig(16, 4, 128, 3),
-    TileConfig(16, 8, 64, 3),
-    TileConfig(32, 4, 64, 3),
-    TileConfig(32, 2, 64, 4),
-]
-WIDE_TILES = [
-    TileConfig(64, 2, 64, 4, ahead=False),
-    TileConfig(64, 1, 128, 4, ahead=False),
-    TileConfig(64, 4, 64, 3),
-    TileConfig(32, 4, 64, 3),
-    TileConfig(16, 4, 128, 3),
-]
-"""Tiles for layers, and for the vocabulary."""
 
 
 def drawn(*shape: int, scale: float = 1.0) -> Tensor:

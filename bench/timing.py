@@ -102,15 +102,11 @@ class Report:
         self.rows: list[Row] = []
         self._start = time.perf_counter()
 
-    def sweep(self, work: Work, configs: Sequence[Any], *, beside: Any = None) -> None:
-        """Time a kernel with each config (the first is the one served) and torch's way once.
-
-        `beside` is a config that gets a line of its own: the way it was done before.
-        """
+    def sweep(self, work: Work, configs: Sequence[Any]) -> None:
+        """Time a kernel with each config (the first is the one served) and torch's way once."""
         torch_us = graph_us(work.in_torch) if work.in_torch else None
         found: list[Row] = []
-        tried = list(configs if self.is_full else configs[:1])
-        for config in tried if beside is None else [*tried, beside]:
+        for config in configs if self.is_full else configs[:1]:
             try:
                 us = graph_us([partial(work.launch, config, turn) for turn in range(work.turns)])
             except (RuntimeError, ValueError) as error:
@@ -134,8 +130,6 @@ class Report:
         best = min(found, key=lambda row: row.us)
         self.rows += found
         print(found[0].line(), flush=True)
-        if found[-1].config == str(beside):
-            print(f"  before:        {found[-1].us:8.2f} us         {beside}")
         if best is not found[0]:
             share = 100 * best.bound_us / best.us
             print(f"  best of {len(found):2d}: {best.us:8.2f} us {share:4.0f} %  {best.config}")

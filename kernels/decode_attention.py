@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from freetoken.kernels.tiles import ask_ahead
 from freetoken.kernels.triton_import import early_launch, next_power_of_2, tl, tl_cuda, triton
 
 _LOG2E = 1.4426950408889634
@@ -20,20 +19,12 @@ _LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """How keys are dealt out.
-
-    splits  programs a (sequence, key head), a power of two
-    keys    a tile
-    warps   a program
-    stages  tiles on their way
-    least   tiles a split takes before the next split gets any: combining costs more than a tile
-    """
+    """`splits` a (sequence, key head), `keys` a tile, `warps` a program, `stages` of tiles on their way."""
 
     splits: int
     keys: int = 64
     warps: int = 4
     stages: int = 3
-    least: int = 1
 
 
 CONFIGS: dict[tuple[int, int, int], AttentionConfig] = {
@@ -150,26 +141,22 @@ def _combine(
     if SINKS:
         total += tl.exp2(sink - greatest)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    inside = real[:, None, None] & (d < HEAD_DIM)[None, None, :]
-    # Heads first: warps share them out, and each adds up its heads' splits in its own registers.
+    inside = real[None, :, None] & (d < HEAD_DIM)[None, None, :]
     for start in range(0, active, 8):
         some = start + tl.arange(0, 8)
-        here = some < active
-        place = some[None, :] * GROUP + member[:, None]
-        part = tl.load(
-            acc_ptr + place[:, :, None] * HEAD_DIM + d[None, None, :],
-            mask=here[None, :, None] & inside,
-            other=0.0,
-            cache_modifier=".cg",
-        )
+        here = (some < active)[:, None]
         weight = tl.load(
-            max_ptr + place,
-            mask=here[None, :] & real[:, None],
+            max_ptr + some[:, None] * GROUP + member[None, :],
+            mask=here & real[None, :],
             other=-1e30,
             cache_modifier=".cg",
         )
-        weight = tl.exp2(weight - greatest[:, None])
-        acc += tl.sum(part * weight[:, :, None], 1)
+        weight = tl.exp2(weight - greatest[None, :])
+        place = (some[:, None, None] * GROUP + member[None, :, None]) * HEAD_DIM + d[None, None, :]
+        part = tl.load(
+            acc_ptr + place, mask=here[:, :, None] & inside, other=0.0, cache_modifier=".cg"
+        )
+        acc += tl.sum(part * weight[:, :, None], 0)
     # Without keys the sum is 0; so is the result.
     out = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(
@@ -180,39 +167,21 @@ def _combine(
 
 
 @triton.jit
-def _ask_ahead(
-    k_ptr, v_ptr, pages_ptr, start, end, kv_head,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, LINES: tl.constexpr,
-):  # fmt: skip
-    """Bring a split's first tile into the second-level cache. The new token's key may change after that: it is shared by all."""
-    position = start + tl.arange(0, KEYS)
-    page = tl.load(pages_ptr + position // PAGE, mask=position < end, other=0).to(tl.int64)
-    place = ((page * PAGE + position % PAGE) * KV_HEADS + kv_head)[:, None] * HEAD_DIM
-    ask_ahead(k_ptr + place, HEAD_DIM, LINES)
-    ask_ahead(v_ptr + place, HEAD_DIM, LINES)
-
-
-@triton.jit
 def _kernel(
     q_ptr, q_stride, k_ptr, v_ptr, table_ptr, table_stride, lens_ptr, sink_ptr, out_ptr, scratch_ptr, counters_ptr,
     norm_ptr, cos_ptr, sin_ptr, slots_ptr, scale, eps, clip, batch,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    PAGE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, LEAST: tl.constexpr, LINES: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     MEMBERS: tl.constexpr, FUSED: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, CLIP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lens_ptr + row)
     first = tl.maximum(length - WINDOW, 0) if WINDOW else 0
-    keys_a_split = tl.maximum(tl.cdiv(tl.cdiv(length - first, KEYS), SPLITS), LEAST) * KEYS
+    keys_a_split = tl.maximum(tl.cdiv(tl.cdiv(length - first, KEYS), SPLITS), 1) * KEYS
     active = tl.maximum(tl.cdiv(length - first, keys_a_split), 1)
     if split >= active:
         return
-    start = first + split * keys_a_split
-    end = tl.minimum(start + keys_a_split, length)
     if EARLY:
-        _ask_ahead(
-            k_ptr, v_ptr, table_ptr + row * table_stride, start, end, kv_head, KV_HEADS, HEAD_DIM, PAGE, KEYS, LINES
-        )  # fmt: skip
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     d = tl.arange(0, DIM_PAD)
@@ -222,6 +191,8 @@ def _kernel(
     real = (member < GROUP)[:, None]
     q_row = q_ptr + row * q_stride
     element = k_ptr.dtype.element_ty
+    start = first + split * keys_a_split
+    end = tl.minimum(start + keys_a_split, length)
     new_k = tl.zeros([1, DIM_PAD], element)
     new_v = tl.zeros([1, DIM_PAD], element)
     if FUSED:
@@ -315,7 +286,7 @@ def decode_attention(
     counters        [batch * kv_heads or more] int32; zero before the first launch and after each
     window          a token sees this many keys, its own included; None is all
     sinks           [heads] a logit that takes a share of each head's softmax and adds nothing, or None
-    kv_lens and page_table must not be written by the launch just before this one: they are read before the wait.
+    kv_lens must not be written by the launch just before this one: splits that have no keys leave before they wait.
     Reference: `reference`, 1e-2 relative in bf16, 1e-5 in fp32. Sources: flash decoding; sinks arXiv 2309.17453.
     """
     batch, (kv_heads, head_dim) = q.shape[0], k_pool.shape[1:]
@@ -353,7 +324,7 @@ def decode_attention(
         counters, q if norm is None else norm, prologue.cos if prologue else q, prologue.sin if prologue else q,
         prologue.slots if prologue else kv_lens, scale * _LOG2E, prologue.eps if prologue else 0.0, 0.0 if clip is None else clip, batch,
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, next_power_of_2(group)), HEAD_DIM=head_dim,
-        DIM_PAD=max(16, next_power_of_2(head_dim)), PAGE=page_tokens, KEYS=config.keys, SPLITS=config.splits, STAGES=config.stages, LEAST=config.least, LINES=next_power_of_2(-(-head_dim // 64)),
+        DIM_PAD=max(16, next_power_of_2(head_dim)), PAGE=page_tokens, KEYS=config.keys, SPLITS=config.splits, STAGES=config.stages,
         WINDOW=window or 0, SINKS=sinks is not None, MEMBERS=next_power_of_2(group), FUSED=prologue is not None,
         HALF=prologue.cos.shape[1] if prologue else 0, NORM=norm is not None, CLIP=clip is not None,
         EARLY=early, num_warps=config.warps, **({"launch_pdl": True} if early else {}),

@@ -9,8 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from freetoken.kernels.rows import RowConfig, best_chunk, check_batch, load_rows
-from freetoken.kernels.triton_import import early_launch, next_power_of_2, tl, tl_cuda, triton
+from freetoken.kernels.rows import (
+    RowConfig,
+    check_batch,
+    default_config,
+    launch_options,
+    load_row,
+    load_rows,
+)
+from freetoken.kernels.triton_import import tl, tl_cuda, triton
 
 CONFIGS: dict[tuple[int, int, int], RowConfig] = {}
 """By (hidden, inter, top_k)."""
@@ -25,37 +32,33 @@ def reference(inner: Tensor, ids: Tensor, weights: Tensor, down: Tensor, h: Tens
 @triton.jit
 def _kernel(
     inner_ptr, ids_ptr, weights_ptr, table_ptr, h_ptr, hidden,
-    K: tl.constexpr, TOP_K: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, SPREAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
-    # Lines are the same ROWS rows of every rank's expert, rank by rank.
-    line = tl.arange(0, RANKS * ROWS)
-    rank, line_row = line // ROWS, tl.program_id(1) * ROWS + line % ROWS
-    chosen, pair = rank < TOP_K, token * TOP_K + rank
-    keep = (chosen & (line_row < hidden))[:, None]
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    keep = rows < hidden
     # Before the wait: ids and addresses are at least two launches old, and every kernel here lets the next one start
-    # only after its own wait. .cg: the first-level cache may hold the layer before. All ranks in one tile: warps
-    # share them out, so a thread holds few elements and more warps fit.
-    expert = tl.load(ids_ptr + pair, mask=chosen, other=0, cache_modifier=".cg").to(tl.int64)
-    address = tl.load(table_ptr + expert, mask=chosen, other=0, cache_modifier=".cg")
-    matrix = tl.multiple_of(address.to(tl.pointer_type(inner_ptr.dtype.element_ty)), 16)
-    tiles = load_rows((matrix + line_row.to(tl.int64) * K)[:, None], keep, K, CHUNK)
+    # only after its own wait. .cg: the first-level cache may hold the layer before.
+    tiles = ()
+    for rank in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
+        expert = tl.load(ids_ptr + token * TOP_K + rank, cache_modifier=".cg").to(tl.int64)
+        address = tl.load(table_ptr + expert, cache_modifier=".cg")
+        matrix = tl.multiple_of(address.to(tl.pointer_type(inner_ptr.dtype.element_ty)), 16)
+        rows_ptr = matrix + rows.to(tl.int64)[:, None] * K
+        tiles = tiles + (load_rows(rows_ptr, keep[:, None], K, CHUNK),)
     if EARLY:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     h_row = h_ptr + token * tl.cast(hidden, tl.int64) + rows
-    old = tl.load(h_row, mask=rows < hidden, other=0.0).to(tl.float32)
-    weight = tl.load(weights_ptr + pair, mask=chosen, other=0.0)
-    inner_rows = inner_ptr + pair.to(tl.int64)[:, None] * K
-    total = tl.zeros([RANKS * ROWS, CHUNK], tl.float32)
-    for c in tl.static_range(len(tiles)):  # pyright: ignore[reportGeneralTypeIssues]
-        cols = (c * CHUNK + tl.arange(0, CHUNK))[None, :]
-        x = tl.load(inner_rows + cols, mask=chosen[:, None] & (cols < K), other=0.0)
-        total += tiles[c].to(tl.float32) * x.to(tl.float32)
-    by_rank = tl.reshape(tl.sum(total, 1) * weight, [RANKS, ROWS])
-    new = old + tl.sum(by_rank, 0)
-    tl.store(h_row, new.to(h_ptr.dtype.element_ty), mask=rows < hidden)
+    old = tl.load(h_row, mask=keep, other=0.0).to(tl.float32)
+    total = tl.zeros([ROWS, CHUNK], tl.float32)
+    for rank in tl.static_range(TOP_K):  # pyright: ignore[reportGeneralTypeIssues]
+        weight = tl.load(weights_ptr + token * TOP_K + rank)
+        row_ptr = inner_ptr + (token * TOP_K + rank).to(tl.int64) * K
+        x = load_row(row_ptr, K, CHUNK, ROWS, SPREAD)
+        for c in tl.static_range(len(x)):  # pyright: ignore[reportGeneralTypeIssues]
+            total += tiles[rank][c].to(tl.float32) * (x[c].to(tl.float32) * weight)  # pyright: ignore[reportAttributeAccessIssue]
+    tl.store(h_row, (old + tl.sum(total, 1)).to(h_ptr.dtype.element_ty), mask=keep)
 
 
 def expert_down(
@@ -93,22 +96,13 @@ def expert_down(
         raise ValueError(
             f"expected float32 weights and int64 addresses, got {weights.dtype}, {down_table.dtype}"
         )
-    config = config or CONFIGS.get((hidden, inter, top_k)) or choose_config(inter, top_k)
-    early = early_launch(h.device)
+    config = (
+        config
+        or CONFIGS.get((hidden, inter, top_k))
+        or default_config(top_k * inter, chunk_of=inter)
+    )
     _kernel[(batch, triton.cdiv(hidden, config.rows))](
         inner, ids, weights, down_table, h, hidden,
-        K=inter, TOP_K=top_k, RANKS=next_power_of_2(top_k), ROWS=config.rows, CHUNK=config.chunk, EARLY=early,
-        num_warps=config.warps, **({"launch_pdl": True} if early else {}),
+        K=inter, TOP_K=top_k, **launch_options(h, config),
     )  # fmt: skip
     return h
-
-
-def choose_config(inter: int, top_k: int) -> RowConfig:
-    """Pick when nothing was measured: a thread holds some 48 to 96 weight elements of all ranks."""
-    ranks, chunk = next_power_of_2(top_k), best_chunk(inter)
-    padded = -(-inter // chunk) * chunk
-    rows = max(1, min(8, next_power_of_2(12_288 // (ranks * padded))))
-    warps = min(
-        8, next_power_of_2(-(-ranks * rows * padded // (32 * 96))), ranks * rows * chunk // 256
-    )
-    return RowConfig(rows, max(1, warps), chunk)

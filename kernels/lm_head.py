@@ -1,6 +1,6 @@
 """The last norm and the vocabulary's product for a few tokens: logits = rms_norm(h) @ W^T in fp32.
 
-The kernel is norm_linear's.
+The kernel is norm_linear's; the vocabulary's shapes have a table of their own.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from torch import Tensor
 
 from freetoken.kernels.norm_linear import norm_linear
 from freetoken.kernels.norm_linear import reference as norm_linear_reference
-from freetoken.kernels.rows import RowConfig
-from freetoken.kernels.tiles import TileConfig
+from freetoken.kernels.rows import RowConfig, default_config
+
+CONFIGS: dict[tuple[int, int], RowConfig] = {}
+"""By (vocab, hidden)."""
 
 
 def reference(
@@ -29,7 +31,7 @@ def lm_head(
     *,
     out: Tensor,
     bias: Tensor | None = None,
-    config: RowConfig | TileConfig | None = None,
+    config: RowConfig | None = None,
 ) -> Tensor:
     """Compute the logits of each token.
 
@@ -42,4 +44,6 @@ def lm_head(
     """
     if out.dtype != torch.float32:
         raise ValueError(f"expected logits in float32, got {out.dtype}")
+    vocab, hidden = weight.shape
+    config = config or CONFIGS.get((vocab, hidden)) or default_config(hidden)
     return norm_linear(h, norm, weight, eps, out=out, bias=bias, config=config)

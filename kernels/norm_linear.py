@@ -19,18 +19,10 @@ from freetoken.kernels.rows import (
     norm_factor,
     normed,
 )
-from freetoken.kernels.tiles import (
-    TileConfig,
-    ask_ahead,
-    default_tile,
-    is_tiled,
-    tile_options,
-    tile_product,
-)
 from freetoken.kernels.triton_import import tl, tl_cuda, triton
 
-CONFIGS: dict[tuple[int, int], RowConfig | TileConfig] = {}
-"""By (rows of the weight, width), one for all batch sizes."""
+CONFIGS: dict[tuple[int, int], RowConfig] = {}
+"""By (rows of the weight, width)."""
 
 
 def reference(
@@ -91,44 +83,9 @@ def _kernel(
         )
 
 
-@triton.jit
-def _tile_kernel(
-    x_ptr, norm_ptr, w_ptr, bias_ptr, out_ptr, n, batch, eps,
-    K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    LINES: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    # Rows past the end repeat the last one and are not stored.
-    inside = tl.minimum(rows, n - 1)
-    rows_ptr = w_ptr + inside.to(tl.int64)[:, None] * K
-    up_ptr = rows_ptr + tl.cast(n, tl.int64) * K
-    if LINES:
-        ask_ahead(rows_ptr, K, LINES)
-        if GATED:
-            ask_ahead(up_ptr, K, LINES)
-    if EARLY:
-        tl_cuda.gdc_wait()
-        tl_cuda.gdc_launch_dependents()
-    y, u = tile_product(
-        x_ptr, norm_ptr, rows_ptr, up_ptr, batch, eps, K, TOKENS, ROWS, GROUPS, DEPTH, STAGES, NORM, GATED
-    )  # fmt: skip
-    if BIAS:
-        y += tl.load(bias_ptr + inside).to(tl.float32)[:, None]
-    if GATED:
-        if BIAS:
-            u += tl.load(bias_ptr + n + inside).to(tl.float32)[:, None]
-        y = y * tl.sigmoid(y) * u
-    token = tl.arange(0, TOKENS)[None, :]
-    tl.store(
-        out_ptr + token * tl.cast(n, tl.int64) + rows[:, None],
-        y.to(out_ptr.dtype.element_ty),
-        mask=(rows < n)[:, None] & (token < batch),
-    )
-
-
 def norm_linear(
     x: Tensor, norm: Tensor | None, weight: Tensor, eps: float, *,
-    out: Tensor, bias: Tensor | None = None, gated: bool = False, config: RowConfig | TileConfig | None = None,
+    out: Tensor, bias: Tensor | None = None, gated: bool = False, config: RowConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """Normalise each token of x and multiply with the weight.
 
@@ -148,20 +105,10 @@ def norm_linear(
         raise ValueError(
             f"expected contiguous out {[x.shape[0], rows]} and weight, got out {list(out.shape)}, weight {list(weight.shape)}"
         )
-    config = config or choose_config(x, weight, gated=gated)
-    inputs = x, x if norm is None else norm, weight, x if bias is None else bias, out, rows
-    flags = {"K": width, "NORM": norm is not None, "BIAS": bias is not None, "GATED": gated}
-    grid = (triton.cdiv(rows, config.rows),)
-    if isinstance(config, TileConfig):
-        _tile_kernel[grid](*inputs, x.shape[0], eps, **flags, **tile_options(x, width, config))
-    else:
-        _kernel[grid](*inputs, eps, BATCH=x.shape[0], **flags, **launch_options(x, config))
+    config = config or CONFIGS.get((n, width)) or default_config(width, tiles=2 if gated else 1)
+    _kernel[(triton.cdiv(rows, config.rows),)](
+        x, x if norm is None else norm, weight, x if bias is None else bias, out, rows, eps,
+        BATCH=x.shape[0], K=width,
+        NORM=norm is not None, BIAS=bias is not None, GATED=gated, **launch_options(x, config),
+    )  # fmt: skip
     return out
-
-
-def choose_config(x: Tensor, weight: Tensor, *, gated: bool = False) -> RowConfig | TileConfig:
-    """Return what is served; it does not depend on the batch."""
-    n, width = weight.shape
-    if is_tiled(x, weight):
-        return CONFIGS.get((n, width)) or default_tile(n // 2 if gated else n)
-    return default_config(width, tiles=2 if gated else 1)

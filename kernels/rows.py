@@ -29,15 +29,16 @@ class RowConfig:
     chunk: int
 
 
-def default_config(width: int, *, tiles: int = 1) -> RowConfig:
+def default_config(width: int, *, tiles: int = 1, chunk_of: int | None = None) -> RowConfig:
     """Pick for rows of `width` elements when nothing was measured.
 
-    tiles  rows side by side: 2 for gate and up
+    tiles     rows side by side: 2 for gate and up
+    chunk_of  a row is made of pieces this wide, which a tile does not cross; None: of one
     """
     rows = 4
     while rows > 1 and tiles * rows * width > 8 * 32 * _PER_THREAD:
         rows //= 2
-    chunk = best_chunk(width)
+    chunk = best_chunk(chunk_of or width)
     # A thread loads 8 elements of a tile at once; with more warps than that fills, they would load the same ones.
     warps = min(
         next_power_of_2(-(-tiles * rows * width // (32 * _PER_THREAD))),
