@@ -21,7 +21,7 @@ from freetoken.kvcache.pool import KvPool
 from freetoken.models.decoder import Decoder
 from freetoken.models.load import Checkpoint
 from freetoken.models.weights import MAX_READERS
-from freetoken.native import FOLDER, LIBRARY, Native, load
+from freetoken.native import Native, load
 
 _DTYPES = {
     "float32": torch.float32,
@@ -64,8 +64,6 @@ class Room:
     """Free GPU memory; on a CPU the same as `ram_bytes`."""
     ram_bytes: int
     has_native: bool = True
-    driver_bytes: int = 0
-    """What the driver will take of a GPU that is only described."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +107,12 @@ class Backend:
             self.native.close()
 
 
-def find_room(config: Config, vram_bytes: int | None, ram_bytes: int | None) -> Room:
-    """Room of a machine that a person describes; what is not said is looked up on this one.
-
-    vram_bytes  size of a GPU that need not be here; None: the one that a start would use, if any
-    Raises ConfigError if a GPU is asked for, and there is none and none is described.
-    """
+def described_room(vram_bytes: int | None, ram_bytes: int | None) -> Room:
+    """Room of a machine that a person describes; what is not given is taken from this one."""
     ram = available_ram_bytes() if ram_bytes is None else ram_bytes
-    if vram_bytes is not None:
-        if config.model.device == "cpu":
-            raise ConfigError(
-                "expected --vram for a model on a GPU, got it with --device cpu; leave one out"
-            )
-        return Room(True, vram_bytes, ram, driver_bytes=_CUDA_CONTEXT_BYTES)
-    if sees_gpu(config):
-        return Room(True, torch.cuda.mem_get_info()[0], ram)
-    return Room(False, ram, ram, (FOLDER / LIBRARY).is_file())
+    if vram_bytes is None:
+        return Room(False, ram, ram)
+    return Room(True, max(0, vram_bytes - _CUDA_CONTEXT_BYTES), ram)
 
 
 def choose_dtype(config: Config, *, is_gpu: bool) -> torch.dtype:
@@ -155,7 +143,7 @@ def memory_ask(checkpoint: Checkpoint, config: Config, dtype: torch.dtype, room:
         workspace=work,
         slot_bytes=slot_bytes,
         graph_bytes=_graph_bytes(checkpoint, config, size) if room.is_gpu else 0,
-        reserve_bytes=room.driver_bytes + (_CUDA_RESERVE_BYTES if room.is_gpu else _CPU_RESERVE_BYTES),
+        reserve_bytes=_CUDA_RESERVE_BYTES if room.is_gpu else _CPU_RESERVE_BYTES,
         model_context=checkpoint.context,
         page_tokens=engine.page_size,
         max_running=engine.max_running_requests,
@@ -189,30 +177,21 @@ def _reading_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     return sum(sizes[:MAX_READERS]) * max(4, dtype.itemsize)
 
 
-def sees_gpu(config: Config) -> bool:
-    """Whether the model is to run on a GPU of this machine. Raises ConfigError if one was asked for
-    and cannot be used.
-    """
+def choose_backend(config: Config) -> Backend:
+    """Pick the device that was asked for, or the best one here. Raises ConfigError."""
     name = config.model.device
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
-        raise ConfigError(
-            "--device cuda: expected an NVIDIA GPU that torch can use, got none; `ft doctor` says why"
-        )
+        raise ConfigError("--device cuda: expected an NVIDIA GPU that torch can use, got none")
     if has_cuda and not HAS_TRITON:
         text = "expected Triton beside the GPU, got none: pip install 'freetoken[cuda]'"
         if name == "cuda":
             raise ConfigError(f"--device cuda: {text}")
         log.warning("%s; running on the CPU", text)
-    return name != "cpu" and has_cuda and HAS_TRITON
-
-
-def choose_backend(config: Config) -> Backend:
-    """Pick the device that was asked for, or the best one here. Raises ConfigError."""
-    is_gpu = sees_gpu(config)
-    dtype = choose_dtype(config, is_gpu=is_gpu)
-    limit = config.engine.max_prefill_length
-    if is_gpu:
+    if name != "cpu" and has_cuda and HAS_TRITON:
+        dtype = choose_dtype(config, is_gpu=True)
         device = torch.device("cuda", torch.cuda.current_device())
-        return Backend(device, dtype, limit or _CUDA_CHUNKS[1], None)
-    return Backend(torch.device("cpu"), dtype, limit or _CPU_CHUNKS[1], load())
+        return Backend(device, dtype, config.engine.max_prefill_length or _CUDA_CHUNKS[1], None)
+    dtype = choose_dtype(config, is_gpu=False)
+    limit = config.engine.max_prefill_length or _CPU_CHUNKS[1]
+    return Backend(torch.device("cpu"), dtype, limit, load())

@@ -12,64 +12,44 @@ import msgspec
 
 from freetoken import footprint
 from freetoken.assembly import find_checkpoint
-from freetoken.backend import choose_dtype, find_room, memory_ask
+from freetoken.backend import Room, choose_backend, choose_dtype, described_room, memory_ask
 from freetoken.config import Config
-from freetoken.device.memory_plan import (
-    Memory,
-    MemoryPlan,
-    known_uses,
-    memory_lines,
-    plan_memory,
-)
-from freetoken.errors import ConfigError
+from freetoken.device.memory_plan import MemoryPlan, plan_memory
 from freetoken.models.load import open_checkpoint
 from freetoken.models.spec import DecoderSpec
 
 
-_SHORT = 1024
-"""Tokens of a short chat, at which engines are compared."""
-
-
 @dataclass(frozen=True, slots=True)
 class SpeedBound:
-    """Most tokens a second of `streams` together: bandwidth over the bytes that a step must read."""
+    """Most tokens a second of one stream: bandwidth over the bytes that a step must read."""
 
-    streams: int
     context: int
     step_bytes: int
     tok_per_s: float
 
     def as_text(self) -> str:
         """One line of the plan."""
-        word = "stream " if self.streams == 1 else "streams"
         return (
-            f"  {self.streams:>4} {word} at {self.context:>9,} tokens of context:"
-            f" {self.step_bytes / 1e9:7.3f} GB a step, at most {self.tok_per_s:,.0f} tok/s"
+            f"  at {self.context:>7,} tokens of context: {self.step_bytes / 1e9:.3f} GB a token,"
+            f" at most {self.tok_per_s:,.0f} tok/s for one stream"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A plan and its figures; a refusal and what is known if there is none."""
+    """A plan and its figures."""
 
     model: str
     dtype: str
+    plan: MemoryPlan
     spec: DecoderSpec
-    plan: MemoryPlan | None
-    known: Memory
-    """What a start takes before the first token of context."""
-    bounds: tuple[SpeedBound, ...] = ()
-    refusal: ConfigError | None = None
+    bounds: tuple[SpeedBound, ...]
 
     def as_text(self, *, with_spec: bool = False) -> str:
         """Lines for a person."""
-        lines = [f"{self.model}, {self.dtype}"]
-        if self.plan is None:
-            lines += ["memory plan: does not fit", *memory_lines(self.known)]
-        else:
-            lines.append(self.plan.describe())
-            lines += [bound.as_text() for bound in self.bounds]
-            lines += [f"note: {note}" for note in self.plan.notes]
+        lines = [f"{self.model}, {self.dtype}", self.plan.describe()]
+        lines += [bound.as_text() for bound in self.bounds]
+        lines += [f"note: {note}" for note in self.plan.notes]
         if with_spec:
             lines.append(pformat(self.spec, width=100))
         return "\n".join(lines)
@@ -80,9 +60,7 @@ class Report:
             "model": self.model,
             "dtype": self.dtype,
             "plan": self.plan,
-            "known": self.known,
             "bounds": self.bounds,
-            "refusal": None if self.refusal is None else str(self.refusal),
         }
         return msgspec.json.encode(facts).decode()
 
@@ -92,33 +70,32 @@ def report(
 ) -> Report:
     """Plan for the checkpoint that `config` names; reads headers only.
 
-    vram_bytes, ram_bytes describe a machine; what is not given is taken from this one.
-    A model that does not fit is in the report as its `refusal`. Raises ConfigError for other wrong
-    settings, WeightError if the files are damaged.
+    vram_bytes, ram_bytes describe a machine; without both it is this one.
+    Raises ConfigError if the model does not fit, WeightError if its files are damaged.
     """
     path = find_checkpoint(config)
-    room = find_room(config, vram_bytes, ram_bytes)
+    room = _room(config, vram_bytes, ram_bytes)
     dtype = choose_dtype(config, is_gpu=room.is_gpu)
-    name = str(dtype).removeprefix("torch.")
     with closing(open_checkpoint(path)) as checkpoint:
-        ask, spec = memory_ask(checkpoint, config, dtype, room), checkpoint.spec
-    known = known_uses(ask)
-    try:
-        plan = plan_memory(ask)
-    except ConfigError as error:
-        return Report(str(path), name, spec, None, known, refusal=error)
-    cases = [(1, min(_SHORT, plan.context)), (1, plan.context)]
-    cases.append((ask.max_running, min(_SHORT, plan.context)))
-    bounds = _bounds(spec, dtype.itemsize, cases, gb_per_s) if gb_per_s else ()
-    return Report(str(path), name, spec, plan, known, bounds)
+        plan = plan_memory(memory_ask(checkpoint, config, dtype, room))
+        spec = checkpoint.spec
+    bounds = _bounds(spec, dtype.itemsize, plan.context, gb_per_s) if gb_per_s else ()
+    return Report(str(path), str(dtype).removeprefix("torch."), plan, spec, bounds)
+
+
+def _room(config: Config, vram_bytes: int | None, ram_bytes: int | None) -> Room:
+    if vram_bytes is not None or ram_bytes is not None:
+        return described_room(vram_bytes, ram_bytes)
+    with closing(choose_backend(config)) as backend:
+        return backend.room()
 
 
 def _bounds(
-    spec: DecoderSpec, element_bytes: int, cases: list[tuple[int, int]], gb_per_s: float
+    spec: DecoderSpec, element_bytes: int, context: int, gb_per_s: float
 ) -> tuple[SpeedBound, ...]:
-    """Of each (streams, context), equal ones once."""
+    """At a short context and at the longest one."""
     found: list[SpeedBound] = []
-    for streams, tokens in dict.fromkeys(cases):
-        read = footprint.step_bytes(spec, element_bytes, context=tokens, streams=streams)
-        found.append(SpeedBound(streams, tokens, read, streams * gb_per_s * 1e9 / read))
+    for tokens in sorted({min(1024, context), context}):
+        read = footprint.step_bytes(spec, element_bytes, context=tokens)
+        found.append(SpeedBound(tokens, read, gb_per_s * 1e9 / read))
     return tuple(found)

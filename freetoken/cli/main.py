@@ -26,7 +26,6 @@ COMMANDS = {
     "serve": "serve a model over HTTP until Ctrl-C",
     "plan": "print the memory plan of a model and the speed to expect, without loading it",
     "run": "serve a model, print its streamed answer to a first chat, then keep serving",
-    "doctor": "check driver, GPU, libraries, memory, disk and port, and say what to do",
 }
 """Name -> one line of help. Each is the module `freetoken.cli.<name>`, imported only when it is
 called.

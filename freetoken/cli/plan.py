@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the described machine and all settings."""
     gigabytes = "GB of 10^9 bytes"
     parser.add_argument(
-        "--vram", type=float, metavar="GB", help=f"plan for a GPU of so many {gigabytes}, here or not"
+        "--vram", type=float, metavar="GB", help=f"plan for a GPU with so many {gigabytes} free"
     )
     parser.add_argument(
         "--ram", type=float, metavar="GB", help=f"plan for so many {gigabytes} of RAM free"
@@ -31,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Print the plan. Raises ConfigError if it does not fit, with what is short, after the table of
-    what is known.
-    """
+    """Print the plan. Raises ConfigError if it does not fit, with what is short."""
     config = read_config(arguments)
     log.configure(config.server.log_level)
     for name in ("vram", "ram", "gbps"):
@@ -54,8 +52,6 @@ def execute(arguments: argparse.Namespace) -> int:
         sys.stdout.write(report.as_json() + "\n")
     else:
         print(report.as_text(with_spec=arguments.spec))
-    if report.refusal is not None:
-        raise report.refusal
     return 0
 
 

@@ -4,7 +4,7 @@ memory, tables, graphs. Plain numbers only: what each costs is worked out in `fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from freetoken.errors import ConfigError
 
@@ -200,10 +200,19 @@ def plan_memory(ask: MemoryAsk) -> MemoryPlan:
     num_tokens = _choose_tokens(ask, left - budget)
     context = min(ask.wanted, ask.num_tokens or num_tokens, num_tokens)
     plan = MemoryPlan(
-        num_tokens // ask.page_tokens, ask.page_tokens, context, _chunk_in(budget, ask)
+        num_pages=num_tokens // ask.page_tokens,
+        page_tokens=ask.page_tokens,
+        context=context,
+        max_prefill_tokens=_chunk_in(budget, ask),
     )
-    notes = _notes(ask, context, left - each * lowest)
-    return replace(plan, memories=_memories(ask, plan), notes=notes)
+    return MemoryPlan(
+        plan.num_pages,
+        plan.page_tokens,
+        plan.context,
+        plan.max_prefill_tokens,
+        _memories(ask, plan),
+        _notes(ask, context, left - each * lowest),
+    )
 
 
 def known_uses(ask: MemoryAsk) -> Memory:
@@ -253,26 +262,25 @@ def _check_flags(ask: MemoryAsk) -> None:
 
 def _check_weights(ask: MemoryAsk, room: int) -> None:
     """Room is what is left for the KV cache with the shortest chunk."""
+    loading = ask.dense_bytes + ask.expert_bytes + ask.loading_bytes + ask.reserve_bytes
+    if ask.available_bytes < loading:
+        raise ConfigError(
+            f"expected {gb(loading)} of {ask.place} to load (weights"
+            f" {gb(ask.dense_bytes + ask.expert_bytes)} and {gb(ask.loading_bytes)} in reading),"
+            f" got {gb(ask.available_bytes)}: {gb(loading - ask.available_bytes)} short;"
+            f" {_cures(ask, loading - ask.available_bytes)}"
+        )
     short = ask.cache_bytes(max(2, ask.page_tokens)) - room
     if short > 0:
         work = ask.workspace.fixed_bytes + ask.workspace.token_bytes * ask.chunk_limits[0]
         raise ConfigError(
             f"expected {gb(ask.available_bytes + short)} of {ask.place} (dense weights"
             f" {gb(ask.dense_bytes)}, expert weights {gb(ask.expert_bytes)}, working memory"
-            f" {gb(work)}, sampling and graphs"
+            f" {gb(work)}, tables and graphs"
             f" {gb(ask.slot_bytes * ask.max_running + ask.graph_bytes)}, reserve"
             f" {gb(ask.reserve_bytes)}, one page of {ask.page_tokens} tokens"
             f" {gb(ask.cache_bytes(ask.page_tokens))}), got {gb(ask.available_bytes)}:"
             f" {gb(short)} short; {_cures(ask, short)}"
-        )
-    weights = ask.dense_bytes + ask.expert_bytes
-    short = weights + ask.loading_bytes + ask.reserve_bytes - ask.available_bytes
-    if short > 0:
-        raise ConfigError(
-            f"expected {gb(ask.available_bytes + short)} of {ask.place} while loading (weights"
-            f" {gb(weights)}, tensors being read {gb(ask.loading_bytes)}, reserve"
-            f" {gb(ask.reserve_bytes)}), got {gb(ask.available_bytes)}: {gb(short)} short; free"
-            f" {gb(short)}, or choose a smaller --dtype or a smaller model"
         )
 
 
@@ -305,8 +313,7 @@ def _check_host(ask: MemoryAsk) -> None:
 
 def _cures(ask: MemoryAsk, short: int) -> str:
     """Flags that alone would free `short` bytes, each with its value; then the wider choices."""
-    # Nobody frees more of a card than it has.
-    cures = [f"free {gb(short)}"] if short < ask.available_bytes // 2 else []
+    cures: list[str] = []
     each, page = ask.workspace.token_bytes, ask.page_tokens
     if ask.max_prefill is not None and each:
         fewer = ask.max_prefill + -short // each
@@ -321,7 +328,7 @@ def _cures(ask: MemoryAsk, short: int) -> str:
     if ask.is_gpu:
         cures.append("compute in RAM with --device cpu")
     cures.append("choose a smaller --dtype or a smaller model")
-    return ", or ".join(cures)
+    return ", or ".join([f"free {gb(short)}", *cures])
 
 
 def _notes(ask: MemoryAsk, context: int, room: int) -> tuple[str, ...]:
@@ -359,7 +366,7 @@ def _memories(ask: MemoryAsk, plan: MemoryPlan) -> tuple[Memory, ...]:
         Use("reserve", ask.reserve_bytes, "driver, libraries" if ask.is_gpu else "libraries"),
         Use("while loading", ask.loading_bytes, "given back before KV is used", is_transient=True),
     ]
-    kept = tuple(use for use in uses if use.num_bytes)
+    kept = tuple(use for use in uses if use.num_bytes or use.name == "KV cache")
     found = [Memory(ask.place, ask.available_bytes, kept)]
     if ask.host is not None:
         host = ask.host
