@@ -55,7 +55,7 @@ class Bench:
 async def serving(options: argparse.Namespace, config: Config) -> AsyncIterator[Bench]:
     """Build, warm and serve; prints how long each took."""
     device = torch.device("cuda", 0)
-    backend = Backend(device, torch.bfloat16, options.prefill, None)
+    backend = Backend(device, torch.bfloat16, None)
     began = time.perf_counter()
     decoder = await asyncio.to_thread(
         random_decoder, qwen3_spec(options.layers), torch.bfloat16, device

@@ -72,8 +72,6 @@ class Backend:
 
     device: torch.device
     dtype: torch.dtype
-    max_prefill_tokens: int
-    """Most tokens of a prompt chunk; the plan may choose fewer."""
     native: Native | None
 
     def plan(self, checkpoint: Checkpoint, config: Config) -> MemoryPlan:
@@ -191,7 +189,6 @@ def choose_backend(config: Config) -> Backend:
     if name != "cpu" and has_cuda and HAS_TRITON:
         dtype = choose_dtype(config, is_gpu=True)
         device = torch.device("cuda", torch.cuda.current_device())
-        return Backend(device, dtype, config.engine.max_prefill_length or _CUDA_CHUNKS[1], None)
+        return Backend(device, dtype, None)
     dtype = choose_dtype(config, is_gpu=False)
-    limit = config.engine.max_prefill_length or _CPU_CHUNKS[1]
-    return Backend(torch.device("cpu"), dtype, limit, load())
+    return Backend(torch.device("cpu"), dtype, load())

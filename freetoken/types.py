@@ -40,6 +40,19 @@ class SamplingParams:
     logprobs: int | None = None
     """None: no log-probabilities. k >= 0: the sampled token's and the k likeliest."""
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken. Temperatures under 1e-5 are greedy: its
+        share is 1 to within fp32 anyway, and logits / temperature may overflow.
+        """
+        return self.temperature < 1e-5 or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's chance depends on how often it was there before."""
+        given = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return given != (1.0, 0.0, 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:

@@ -215,12 +215,6 @@ def plan_memory(ask: MemoryAsk) -> MemoryPlan:
     )
 
 
-def known_uses(ask: MemoryAsk) -> Memory:
-    """What a start takes before the first token of context, for a plan that does not fit."""
-    plan = MemoryPlan(0, ask.page_tokens, 0, ask.chunk_limits[0])
-    return _memories(ask, plan)[0]
-
-
 def gb(count: int) -> str:
     """Bytes for a person; 1 GB is 10^9 bytes."""
     return f"{count / 1e9:.2f} GB"

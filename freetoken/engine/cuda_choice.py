@@ -18,9 +18,6 @@ from freetoken.engine.uniform import uniform
 from freetoken.kernels.sample_rows import SampleSettings, make_scratch, sample_rows
 from freetoken.types import SamplingParams, TokenLogprob
 
-_GREEDY_BELOW = 1e-5
-"""As in penalties.py: under it the likeliest token's share is 1 anyway."""
-
 _FIELDS = {
     "temperature": np.float32,
     "top_k": np.int32,
@@ -71,7 +68,7 @@ class ChoiceTables:
         """A sequence takes a slot over. Enqueues table writes only if its settings need them."""
         slot, params = start.slot, start.params
         self.params[slot] = params
-        if has_penalties(params):
+        if params.has_penalties:
             self.in_prompt[slot] = False
             self.in_prompt[slot, self._ids(start.prompt)] = True
             counts = np.bincount(np.asarray(start.said, np.int64), minlength=self.vocab)
@@ -102,7 +99,7 @@ class RowChooser:
         for row, chunk in enumerate(chunks):
             sequence = chunk.sequence
             params = self._tables.params[sequence.slot]
-            is_greedy = params.temperature < _GREEDY_BELOW or params.top_k == 1
+            is_greedy = params.is_greedy
             draws = draws or not is_greedy
             fields["temperature"][row] = 0.0 if is_greedy else params.temperature
             fields["top_k"][row] = max(params.top_k, 0)
@@ -112,7 +109,7 @@ class RowChooser:
             fields["repetition"][row] = params.repetition_penalty
             fields["presence"][row] = params.presence_penalty
             fields["frequency"][row] = params.frequency_penalty
-            fields["slots"][row] = sequence.slot if has_penalties(params) else -1
+            fields["slots"][row] = sequence.slot if params.has_penalties else -1
             fields["bias_rows"][row] = sequence.slot if params.logit_bias else -1
         self._staging.send()
         return draws
@@ -139,13 +136,6 @@ class RowChooser:
         slots = [c.sequence.slot for c in chunks]
         params = [self._tables.params[slot] for slot in slots]
         return Chosen(ids, is_sound, slots, _logprobs(logits, ids, params))
-
-
-def has_penalties(params: SamplingParams) -> bool:
-    """Whether a token's chance depends on the tokens before it by count."""
-    neutral = (1.0, 0.0, 0.0)
-    given = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    return given != neutral
 
 
 def _logprobs(

@@ -16,11 +16,6 @@ from torch import Tensor
 from freetoken.errors import RequestError
 from freetoken.types import SamplingParams
 
-GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy: the likeliest token's share is 1 to within fp32 anyway, and
-logits / temperature may overflow.
-"""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSettings:
@@ -35,6 +30,7 @@ class RowSettings:
     repetition: float
     presence: float
     frequency: float
+    has_penalties: bool
     bias_ids: Tensor | None
     """[n] int64, on the device; None without a bias."""
     bias: Tensor | None
@@ -52,7 +48,6 @@ class RowSettings:
                     f"expected token ids from 0 to {vocab - 1}, got {token}; remove it",
                     param=f"logit_bias.{token}",
                 )
-        is_greedy = params.temperature < GREEDY_BELOW or params.top_k == 1
         bias_ids = bias = None
         if params.logit_bias:
             bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
@@ -60,21 +55,18 @@ class RowSettings:
                 list(params.logit_bias.values()), dtype=torch.float32, device=device
             )
         return cls(
-            temperature=0.0 if is_greedy else params.temperature,
+            temperature=0.0 if params.is_greedy else params.temperature,
             top_k=params.top_k if 0 < params.top_k < vocab else 0,
             top_p=params.top_p,
             min_p=params.min_p,
             repetition=params.repetition_penalty,
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
+            has_penalties=params.has_penalties,
             bias_ids=bias_ids,
             bias=bias,
             logprobs=None if params.logprobs is None else min(params.logprobs, vocab),
         )
-
-    @property
-    def has_penalties(self) -> bool:
-        return self.repetition != 1.0 or self.presence != 0.0 or self.frequency != 0.0
 
 
 class TokenCounts:

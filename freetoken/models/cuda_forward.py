@@ -8,7 +8,7 @@ streamed buffer is used in place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -74,13 +74,6 @@ class _Experts:
 
     up: Tensor
     down: Tensor
-
-
-@dataclass(slots=True)
-class _Angles:
-    """Cosines and sines of a step's positions, by rope."""
-
-    of: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict[Rope, tuple[Tensor, Tensor]])
 
 
 class CudaForward:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +18,6 @@ from freetoken.kvcache.pool import bytes_per_token
 from freetoken.models import gguf
 from freetoken.models.decoder import Decoder
 from freetoken.models.registry import family_of
-from freetoken.models.slots import slots
 from freetoken.models.spec import DecoderSpec
 from freetoken.models.weights import Part, assign, read_weights
 from freetoken.native import Native
@@ -59,10 +57,6 @@ class Checkpoint:
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values of one token over all layers."""
         return bytes_per_token(self.spec.kv_layers(), dtype)
-
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of all weights once loaded."""
-        return sum(prod(slot.shape) for slot in slots(self.spec)) * dtype.itemsize
 
     def close(self) -> None:
         """Close the files. Closing twice does nothing."""
