@@ -192,7 +192,7 @@ def test_same_as_engine_sampler(device: torch.device) -> None:
     uniforms = [0.1, 0.2, 0.45, 0.6, 0.85, 0.97]
     ids, sound = sample(logits, settings_of(6, device, uniforms=uniforms, **values))
     sampler = Sampler(8, VOCAB, torch.device("cpu"))
-    no_more = (1.0, 0.0, 0.0, None, None, None)
+    no_more = (1.0, 0.0, 0.0, False, None, None, None)
     rows = [RowSettings(*row, *no_more) for row in zip(*values.values(), strict=True)]
     expected = sampler.sample(
         logits.cpu(), rows, list(range(6)), torch.tensor(uniforms, dtype=torch.float64)
